@@ -141,7 +141,7 @@ async def check_tool(examination: Examination) -> str:
         )
     call = turn.calls[0]
     if call.outcome is not ToolOutcome.STDOUT or call.text.strip() != PRINTED:
-        command = f"strop sandbox run{f' --url {sandbox.url}' if sandbox.url else ''}"
+        command = "strop sandbox run --url ADDRESS" if sandbox.url else "strop sandbox run"
         raise Problem(
             f"{CODE} came back as {call.outcome} {call.text!r:.200}, where {PRINTED} is printed.",
             f"Run the same program with `{command}`; its result names what went wrong.",
@@ -161,7 +161,7 @@ def _remedy_for_sandbox(sandbox: SandboxConfig) -> str:
     if sandbox.url:
         return (
             f"Mend that {void} The recipe's sandbox.url and {sandbox.token_env} name the service;"
-            f" `strop sandbox run FILE --url {sandbox.url}` shows its fault. Without sandbox.url programs run on this machine."
+            " `strop sandbox run FILE --url ADDRESS` shows its fault. Without sandbox.url programs run on this machine."
         )
     return (
         f"Bring the sandbox back {void} `strop sandbox check` shows its fault; a machine without namespaces can ask for less"

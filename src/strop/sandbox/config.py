@@ -36,9 +36,11 @@ class SandboxConfig(Config):
     max_sessions: int = Field(
         default=64, ge=0, le=4096, description="Sessions that exist at once. They hold no slot between their cells."
     )
-    url: str = Field(default="", description="Address of a running service, used instead of this machine.")
+    url: str | tuple[str, ...] = Field(
+        default="", description="Address of a running service, or a list of several, used instead of this machine."
+    )
     token_env: str = Field(
-        default="STROP_SANDBOX_TOKEN", description="Environment variable that holds the token of that service."
+        default="STROP_SANDBOX_TOKEN", description="Environment variable that holds the token of these services."
     )
     min_level: IsolationLevel = Field(
         default=IsolationLevel.CONFINED, description="Lowest accepted level of isolation. Below it the sandbox does not start."
@@ -56,9 +58,10 @@ class SandboxConfig(Config):
 
     @field_validator("url")
     @classmethod
-    def _check_url(cls, url: str) -> str:
-        if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise ValueError(f"{url!r} is no address of a code service. Write it as in url = 'http://127.0.0.1:8517'.")
+    def _check_url(cls, url: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for one in (url,) if isinstance(url, str) and url else url:
+            if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", one):
+                raise ValueError(f"{one!r} is no address of a code service. Write it as in url = 'http://127.0.0.1:8517'.")
         return url
 
     @model_validator(mode="after")

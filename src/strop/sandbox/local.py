@@ -383,10 +383,10 @@ async def _in_time(what: str, limit_s: float) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def open_service(config: SandboxConfig, *, token: str | None = None) -> AsyncIterator[CodeService]:
-    """Open the service that `config` names, for the time of an `async with`.
+    """Open the service or the services that `config` names, for the time of an `async with`.
 
     Args:
-        token: of a service at an address; by default the environment variable `config.token_env`.
+        token: of the services; by default the environment variable `config.token_env`.
 
     Raises:
         UserError: the level is below `config.min_level`, or the address or the token is wrong.
@@ -398,17 +398,17 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
     from strop.sandbox.client.client import SandboxClient  # needs the extra `serve`
 
     async with SandboxClient(config.url, token=token or os.environ.get(config.token_env)) as client:
-        nodes = (await client.health()).nodes
-        if not nodes:  # a healthy service has nodes, and lists them only for its token
-            raise UserError(
-                f"the code service at {config.url} wants another token. Put its token into the"
-                f" environment variable {config.token_env}; `strop sandbox run` also takes it from --token-file."
-            )
-        for node in nodes:
-            if node.level.rank < config.min_level.rank:
+        for url, health in (await client.health()).items():
+            if not health.nodes:  # a healthy service has nodes, and lists them only for its token
                 raise UserError(
-                    f"sandbox.min_level is {config.min_level.value!r}, but node {node.name!r} of the service at {config.url}"
-                    f" gives {node.level.value!r}. Start its nodes with --min-level {config.min_level.value},"
-                    " or lower sandbox.min_level."
+                    f"the code service at {url} wants another token. Put its token into the"
+                    f" environment variable {config.token_env}; `strop sandbox run` also takes it from --token-file."
                 )
+            for node in health.nodes:
+                if node.level.rank < config.min_level.rank:
+                    raise UserError(
+                        f"sandbox.min_level is {config.min_level.value!r}, but the service at {url} gives"
+                        f" {node.level.value!r}. Start it with --min-level {config.min_level.value},"
+                        " or lower sandbox.min_level."
+                    )
         yield client

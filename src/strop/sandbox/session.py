@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -82,8 +82,8 @@ class Sandbox:
     Args:
         min_level: the lowest accepted level of isolation, such as "namespaces" or "L2".
         config: all other settings, and `min_level` when that argument is left out.
-        url: of a running service (`strop sandbox serve`), which is used instead of this machine.
-        token: the token of that service.
+        url: of a running service (`strop sandbox serve`), or of several, used instead of this machine.
+        token: the token of these services.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Sandbox:
         *,
         min_level: IsolationLevel | str | None = None,
         config: SandboxConfig | None = None,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         token: str | None = None,
     ) -> None:
         config = config or SandboxConfig()
         if min_level is not None:
             config = config.model_copy(update={"min_level": IsolationLevel(min_level)})
         if url is not None:
-            config = config.model_copy(update={"url": url})
+            config = config.model_copy(update={"url": url if isinstance(url, str) else tuple(url)})
         self._config = config
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="strop-sandbox", daemon=True)

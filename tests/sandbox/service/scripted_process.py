@@ -28,15 +28,15 @@ async def node(host: str, port: str, token: str, name: str, slots: str, latency_
 
 async def service(port: str, nodes_port: str, grace_s: str, latency_s: str) -> None:
     config = ServeConfig(port=int(port), nodes_port=int(nodes_port), num_local_nodes=0, grace_s=float(grace_s))
-    joining = asyncio.create_task(join("127.0.0.1", nodes_port, latency_s))
+    joining = asyncio.create_task(join("127.0.0.1", nodes_port, port, latency_s))
     await serve(config)
     joining.cancel()
 
 
-async def join(host: str, port: str, latency_s: str) -> None:
+async def join(host: str, port: str, name: str, latency_s: str) -> None:
     while True:
         try:
-            await node(host, port, "", "inner", "4", latency_s)
+            await node(host, port, "", name, "4", latency_s)
         except OSError:
             await asyncio.sleep(0.05)
 

@@ -59,7 +59,7 @@ def joining(
 async def running(client: SandboxClient, num: int) -> None:
     """Returns once so many calls run."""
     async with asyncio.timeout(20):
-        while sum(node.num_running for node in (await client.health()).nodes) < num:  # noqa: ASYNC110 - seen over HTTP
+        while sum(node.num_running for one in (await client.health()).values() for node in one.nodes) < num:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,10 @@
-"""The runs of a client: sent in batches over one stream, sent again when it is lost, and answered once each."""
+"""The runs of a client: sent in batches over one stream to each service, sent again when one is lost, answered once each.
+
+    run -> outbox -> stream of the least loaded service that works -> answer
+             ^----- calls of a stream that is lost -----'
+
+A cell of a session goes only to the service of its session.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,17 @@ import asyncio
 import logging
 import math
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from strop.deadline import StoppedClock, clock_stopped
-from strop.errors import DeadlineExceeded, LinkBroken, MachineError, Overloaded, SessionLost, StropError, UserError
-from strop.sandbox.client.http_client import CONNECTION_ERRORS, ServiceHttp, Tries, backoff_s
+from strop.errors import DeadlineExceeded, LinkBroken, MachineError, NoNodes, Overloaded, SessionLost, StropError
+from strop.sandbox.client.http_client import CONNECTION_ERRORS, SILENCE_S, ServiceHttp, Services, backoff_s
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult
 from strop.sandbox.server.ndjson import CancelRequest, ErrorLine, LineSplitter, ResultLine, RunLine, StartLine, TooLong
 
@@ -25,9 +31,9 @@ _log = logging.getLogger(__name__)
 _BATCH = 64
 _BATCH_S = 0.003  # to fill a batch
 _NUM_BUSY = 16  # calls under way from which on further ones wait to leave in a batch
-_MAX_UNDER_WAY = 16_384  # further ones wait here
-SILENCE_S = 10.0  # the service sends at least an empty line every second
-_SWEEP_S = 0.5
+_MAX_UNDER_WAY = 16_384  # at one service; further ones wait here
+_SUSPECT_S = 1.5  # of silence, after which a service gets no new calls
+_SWEEP_S = 0.2
 _CELL_RETURN_S = 60.0  # the service caches an answer for twice as long; later a cell might run twice
 
 _MAX_LINE_BYTES = 256 << 20  # of an answer
@@ -42,37 +48,33 @@ class CallStream:
     """Open until the service ends it or the connection is lost. `run` drives it.
 
     Args:
-        on_line: called with each line of an answer.
+        on_line: called with this stream and each line of an answer.
     """
 
-    def __init__(self, http: ServiceHttp, on_line: Callable[[bytes], None]) -> None:
-        self._http = http
+    def __init__(self, service: ServiceHttp, on_line: Callable[[CallStream, bytes], None]) -> None:
+        self.service = service
         self._on_line = on_line
         self._outgoing: list[bytes] = [b"\n"]  # sends the headers
         self._wake = asyncio.Event()
         self._wake.set()
-        self._is_established = False  # the service accepted the request
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
-        self.num_answers = 0
-        self._made_at = self.heard_at = self._loop.time()
-
-    @property
-    def has_worked(self) -> bool:
-        """Whether the connection was good for a while, so that a failure is a new one."""
-        return self._is_established and (self.num_answers > 0 or self._loop.time() - self._made_at > _PROVEN_S)
+        self._abort_error: MachineError | None = None
+        self.made_at = self.heard_at = self._loop.time()
 
     def send(self, lines: bytes) -> None:
         self._outgoing.append(lines)
         self._wake.set()
 
-    def abort(self) -> None:
-        """Break off, because the service is silent."""
+    def abort(self, error: MachineError) -> None:
+        """Break off; `run` raises this error."""
+        self._abort_error = error
         if self._task is not None:
             self._task.cancel()
 
-    async def run(self) -> NoReturn:
-        """Raises `LinkBroken` when the stream has ended, and errors as `ServiceHttp.request` does."""
+    async def run(self) -> None:
+        """Return when the service has ended the stream; `LinkBroken` and errors of `ServiceHttp.request` say why it broke."""
+        self.made_at = self.heard_at = self._loop.time()
         self._task = asyncio.create_task(self._run())
         try:
             await asyncio.wait({self._task})
@@ -80,14 +82,12 @@ class CallStream:
             if not self._task.done():
                 self._task.cancel()
                 await asyncio.wait({self._task})
-        if self._task.cancelled():
-            raise LinkBroken("the service fell silent")
+        if self._abort_error is not None:
+            raise self._abort_error
         self._task.result()
-        raise LinkBroken("the service ended the stream")
 
     async def _run(self) -> None:
-        async with self._http.request("POST", "/v1/runs", self._body(), is_stream=True) as response:
-            self._is_established = True
+        async with self.service.request("POST", "/v1/runs", self._body(), is_stream=True) as response:
             splitter = LineSplitter(max_line_bytes=_MAX_LINE_BYTES)
             while part := await response.content.readany():
                 self.heard_at = self._loop.time()
@@ -95,7 +95,7 @@ class CallStream:
                     if isinstance(line, TooLong):
                         raise LinkBroken(f"the service sent a line of more than {_MAX_LINE_BYTES} bytes")
                     if line:
-                        self._on_line(line)
+                        self._on_line(self, line)
 
     async def _body(self) -> AsyncIterator[bytes]:
         while True:
@@ -112,7 +112,7 @@ class _Call:
 
     line: bytes
     id: str
-    is_cell: bool
+    home: ServiceHttp | None  # of the session of a cell
     clock: StoppedClock  # of the caller's deadline; stopped until a node takes the call
     started_at: float
     future: asyncio.Future[RunResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -124,26 +124,28 @@ class _Call:
 class Calls:
     """Sends a call at once while few are under way, and in batches under load.
 
-    Every call has an id. Sent again after a lost connection, it finds the running call or its answer.
+    Every call has an id. Sent again to the same service after a lost connection, it finds the running call or its answer.
     """
 
-    def __init__(self, http: ServiceHttp) -> None:
-        self._http = http
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._loop = asyncio.get_running_loop()
         self._prefix = uuid.uuid4().hex
         self._last_key = 0
         self._calls: dict[int, _Call] = {}  # without an answer; oldest first
         self._outbox: deque[_Call] = deque()
+        self._waiting_cells: list[_Call] = []  # for their service to come back
         self._num_under_way = 0
-        self._stream: CallStream | None = None
+        self._streams: dict[ServiceHttp, CallStream] = {}
+        self._serving: set[ServiceHttp] = set()  # that have a stream, or are tried until they have one
         self._flush_timer: asyncio.TimerHandle | asyncio.Handle | None = None
-        self._to_cancel: list[str] = []
-        self._tries = Tries(http)
+        self._to_cancel: defaultdict[ServiceHttp, list[str]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_sweeping = False
         self._closed: MachineError | None = None
 
-    async def run(self, request: RunRequest) -> RunResult:
+    async def run(self, request: RunRequest, *, home: ServiceHttp | None = None) -> RunResult:
+        """Run a program, or a cell of a session at `home`."""
         if self._closed is not None:
             raise self._closed
         self._last_key = key = self._last_key + 1
@@ -156,7 +158,7 @@ class Calls:
             return RunResult.not_run(RunOutcome.REJECTED, reason, level=IsolationLevel.PROCESS)
         with clock_stopped() as clock:
             started_at = self._loop.time()
-            call = _Call(line=line, id=request.id, is_cell=bool(request.session), clock=clock, started_at=started_at)
+            call = _Call(line=line, id=request.id, home=home, clock=clock, started_at=started_at)
             self._calls[key] = call
             self._outbox.append(call)
             self._schedule_flush()
@@ -167,16 +169,18 @@ class Calls:
             finally:
                 del self._calls[key]
                 if call.stream is not None:  # the caller gave up, and the service does not know it
-                    self._end_one()
-                    self._cancel_there(call.id)
+                    self._cancel_there(call.stream.service, call.id)
+                    self._end_one(call)
 
     async def close(self) -> None:
         """Cancel every call at the service, and fail it here."""
         self._closed = MachineError("the client of the code service was closed")
-        sent = [call.id for call in self._calls.values() if call.stream is not None]
+        sent: defaultdict[ServiceHttp, list[str]] = defaultdict(list)
+        for call in self._calls.values():
+            if call.stream is not None:
+                sent[call.stream.service].append(call.id)
         self._fail_all(self._closed)
-        if sent:
-            await self._send_cancel(sent)
+        await asyncio.gather(*(self._send_cancel(service, ids) for service, ids in sent.items()))
         tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
@@ -195,125 +199,161 @@ class Calls:
 
     def _flush(self) -> None:
         self._flush_timer = None
-        if self._stream is None:
-            if not self._outbox or self._closed is not None:
-                return
-            self._stream = CallStream(self._http, self._on_line)
-            self._spawn(self._serve_stream(self._stream))
-        stream = self._stream
-        batch: list[bytes] = []
-        while self._outbox and self._num_under_way + len(batch) < _MAX_UNDER_WAY:
-            call = self._outbox.popleft()
+        if not self._outbox or self._closed is not None:
+            return
+        for service in self._services.all:
+            if service not in self._serving:
+                self._serving.add(service)
+                self._spawn(self._serve(service))
+        if not all(service.is_tried for service in self._services.all):
+            return  # else the first calls would all go to the first service that answers
+        batches: defaultdict[CallStream, list[bytes]] = defaultdict(list)
+        while self._outbox:
+            call = self._outbox[0]
+            stream = self._best() if call.home is None else self._streams.get(call.home)
+            if stream is not None and stream.service.num_calls >= _MAX_UNDER_WAY:
+                break
+            if stream is None and call.home is None:
+                break  # no service works
+            self._outbox.popleft()
             if call.future.done():
                 continue
-            if call.is_cell and self._loop.time() - call.lost_at > _CELL_RETURN_S:
+            if call.home is not None and self._loop.time() - call.lost_at > _CELL_RETURN_S:
                 call.future.set_exception(SessionLost("the connection was lost for too long while a cell ran"))
-                continue
-            call.stream = stream
-            batch.append(call.line)
-        if batch:
-            self._num_under_way += len(batch)
+            elif stream is None:
+                self._waiting_cells.append(call)
+            else:
+                call.stream = stream
+                self._num_under_way += 1
+                stream.service.num_calls += 1
+                batches[stream].append(call.line)
+        for stream, batch in batches.items():
             stream.send(b"".join(batch))
 
-    def _cancel_there(self, call_id: str) -> None:
-        self._to_cancel.append(call_id)
-        if len(self._to_cancel) == 1:
+    def _best(self) -> CallStream | None:
+        """The stream of the least loaded service."""
+        now = self._loop.time()
+        return min(
+            self._streams.values(),
+            key=lambda stream: (
+                stream.service.is_silent,
+                stream.service.retry_at > now,
+                stream.service.num_calls / stream.service.num_slots,
+            ),
+            default=None,
+        )
+
+    def _cancel_there(self, service: ServiceHttp, call_id: str) -> None:
+        if not self._to_cancel:
             self._spawn(self._cancel_soon())
+        self._to_cancel[service].append(call_id)
 
     async def _cancel_soon(self) -> None:
         await asyncio.sleep(0)  # calls that are cancelled together share one request
-        ids, self._to_cancel = self._to_cancel, []
-        await self._send_cancel(ids)
+        to_cancel, self._to_cancel = self._to_cancel, defaultdict(list)
+        await asyncio.gather(*(self._send_cancel(service, ids) for service, ids in to_cancel.items()))
 
-    async def _send_cancel(self, ids: list[str]) -> None:
+    async def _send_cancel(self, service: ServiceHttp, ids: list[str]) -> None:
         try:
             async with asyncio.timeout(2.0):
-                await self._http.ask("POST", "/v1/cancel", _CANCEL.dump_json(CancelRequest(ids=tuple(ids))))
+                await service.ask("POST", "/v1/cancel", _CANCEL.dump_json(CancelRequest(ids=tuple(ids))))
         except (StropError, *CONNECTION_ERRORS) as error:
             _log.debug("%d calls could not be cancelled; they end with their limits: %s", len(ids), error)
 
     # Answers of the service
 
-    def _on_line(self, line: bytes) -> None:
+    def _on_line(self, stream: CallStream, line: bytes) -> None:
         answer = _read(line)
         if not isinstance(answer.key, int):
             _log.warning("the service could not read a call: %s", line[:300])
             return
         call = self._calls.get(answer.key)
-        if call is None or call.stream is None or call.future.done():
+        if call is None or call.stream is not stream or call.future.done():
             return  # the caller gave up
         if isinstance(answer, StartLine):
             call.clock.go_on()
             return
-        call.stream.num_answers += 1
-        self._end_one()
-        call.stream = None
+        self._end_one(call)
         if isinstance(answer, ErrorLine):
-            self._on_error(call, answer.error.exception())
+            self._on_error(call, stream, answer.error.exception())
         elif answer.result.outcome is RunOutcome.OVERLOADED:
-            self._on_error(call, Overloaded(answer.result.reason))
+            self._on_error(call, stream, Overloaded(answer.result.reason))
         else:
-            if answer.result.node:
-                self._http.note_node()
+            stream.service.note_works()
             call.future.set_result(answer.result)
 
-    def _on_error(self, call: _Call, error: StropError) -> None:
-        if isinstance(error, Overloaded):
-            try:
-                self._http.note_error(error)
-            except StropError as final:
-                error = final
-            else:
-                call.num_overloads += 1
-                self._loop.call_later(backoff_s(call.num_overloads), self._send_again, call)
-                return
-        call.future.set_exception(error)
+    def _on_error(self, call: _Call, stream: CallStream, error: StropError) -> None:
+        if not isinstance(error, Overloaded):
+            call.future.set_exception(error)
+            return
+        if isinstance(error, NoNodes):
+            stream.abort(error)  # the stream is opened again when the service can run something
+        else:
+            stream.service.note_error(error)
+        call.num_overloads += 1
+        self._loop.call_later(backoff_s(call.num_overloads), self._send_again, call)
 
     def _send_again(self, call: _Call) -> None:
         if not call.future.done():
             self._outbox.append(call)
             self._schedule_flush()
 
-    def _end_one(self) -> None:
+    def _end_one(self, call: _Call) -> None:
+        """The call is no longer under way."""
+        assert call.stream is not None
+        call.stream.service.num_calls -= 1
+        call.stream = None
         self._num_under_way -= 1
         if self._outbox and self._flush_timer is None:
             self._schedule_flush()
 
     # Streams
 
-    async def _serve_stream(self, stream: CallStream) -> None:
+    async def _serve(self, service: ServiceHttp) -> None:
+        """Keep a stream to the service open while there are calls."""
         try:
-            await stream.run()
-        except (UserError, SessionLost) as error:
+            while self._calls:
+                stream = CallStream(service, self._on_line)
+                try:
+                    await service.health()
+                    self._open(stream)
+                    await stream.run()
+                except (MachineError, *CONNECTION_ERRORS) as error:
+                    service.note_error(error)
+                    self._services.raise_if_all_lost()
+                finally:
+                    self._take_back(stream)
+                await asyncio.sleep(backoff_s(service.num_failures))
+        except StropError as error:
             self._fail_all(error)
-        except (MachineError, *CONNECTION_ERRORS) as error:
-            if stream.has_worked:
-                self._tries.start_over()
-            try:
-                await self._tries.after(error)
-            except StropError as final:
-                self._fail_all(final)
         finally:
-            self._stream = None
-            self._take_back(stream)
-        if self._outbox:
-            self._schedule_flush()
+            self._serving.discard(service)
+
+    def _open(self, stream: CallStream) -> None:
+        self._streams[stream.service] = stream
+        stream.service.retry_at = 0.0
+        waiting, self._waiting_cells = self._waiting_cells, []
+        self._outbox.extendleft(reversed(waiting))
+        self._schedule_flush()
 
     def _take_back(self, stream: CallStream) -> None:
         """Send the calls of this stream that have no answer again, in their old order."""
-        lost = [call for call in self._calls.values() if call.stream is stream]
-        self._num_under_way -= len(lost)
-        for call in reversed(lost):
-            call.stream = None
+        self._streams.pop(stream.service, None)
+        stream.service.is_silent = False
+        for call in reversed([call for call in self._calls.values() if call.stream is stream]):
+            self._end_one(call)
             call.lost_at = min(call.lost_at, self._loop.time())
             if not call.future.done():
                 self._outbox.appendleft(call)
+        if self._outbox:
+            self._schedule_flush()
 
     def _fail_all(self, error: StropError) -> None:
         for call in self._calls.values():
             if not call.future.done():
                 call.future.set_exception(type(error)(*error.args))
         self._outbox.clear()
+        self._waiting_cells.clear()
 
     # Late answers
 
@@ -321,24 +361,49 @@ class Calls:
         self._is_sweeping = True
         try:
             last_at = self._loop.time()
-            while self._calls or self._stream is not None:
+            while self._calls or self._streams:
                 await asyncio.sleep(_SWEEP_S)
                 now = self._loop.time()
                 is_late = now - last_at > 3 * _SWEEP_S  # this process stood still, and has not read what was sent
                 last_at = now
-                if self._stream is not None and now - self._stream.heard_at > SILENCE_S and not is_late:
-                    self._stream.abort()
+                for stream in self._streams.values():
+                    if not is_late:
+                        self._check_silence(stream, now)
+                self._end_cells_of_lost_services()
                 self._end_overdue(now)
         finally:
             self._is_sweeping = False
 
+    def _check_silence(self, stream: CallStream, now: float) -> None:
+        service, silent_s = stream.service, now - stream.heard_at
+        if silent_s > SILENCE_S:
+            stream.abort(LinkBroken(f"it was silent for {silent_s:.1f} s"))
+            self._spawn(service.close())  # ends other requests that wait for it
+        elif silent_s > _SUSPECT_S and not service.is_silent:
+            service.is_silent = True
+            _log.warning("the code service at %s has been silent for %.1f s; it gets no new calls", service.url, silent_s)
+        elif silent_s < _SUSPECT_S:
+            service.is_silent = False
+            if now - stream.made_at > _PROVEN_S:
+                service.note_works()
+
+    def _end_cells_of_lost_services(self) -> None:
+        """With one service there is nothing to lose by waiting for it; with several, a session is given up."""
+        waiting, self._waiting_cells = self._waiting_cells, []
+        for call in waiting:
+            assert call.home is not None
+            if self._services.are_several and call.home.lost_s > SILENCE_S and not call.future.done():
+                call.future.set_exception(SessionLost(f"the session is lost with the code service at {call.home.url}"))
+            elif not call.future.done():
+                self._waiting_cells.append(call)
+
     def _end_overdue(self, now: float) -> None:
-        patience_s = self._http.patience.patience_s
+        patience_s = self._services.patience.patience_s
         for call in list(self._calls.values()):
             if now - call.started_at < patience_s:
                 break
             if not call.future.done():
-                late = f"the code service at {self._http.url} did not answer a call within {patience_s:g} s"
+                late = f"no code service answered a call within {patience_s:g} s"
                 call.future.set_exception(DeadlineExceeded(late))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

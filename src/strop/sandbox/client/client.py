@@ -1,29 +1,30 @@
-"""A client of the code service: a `CodeService` in this process, over HTTP."""
+"""A client of code services: a `CodeService` in this process, over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from strop.errors import MachineError, Overloaded, UserError
-from strop.sandbox.client.calls import SILENCE_S, Calls
-from strop.sandbox.client.http_client import CONNECTION_ERRORS, Patience, ServiceHttp, Tries
+from strop.errors import MachineError, Overloaded, SessionLost, UserError
+from strop.sandbox.client.calls import Calls
+from strop.sandbox.client.http_client import CONNECTION_ERRORS, SILENCE_S, Patience, ServiceHttp, Services, backoff_s
 from strop.sandbox.protocol import CodeService, PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.server.ndjson import ErrorLine, Health, LineSplitter, SessionReply, TooLong, VerdictLine
 
 _MAX_LINE_BYTES = 65_536
+_NUM_PAIRS = 32  # that a service compares in one slot
 
 _VERIFY: TypeAdapter[VerifyRequest] = TypeAdapter(VerifyRequest)
 _VERDICT: TypeAdapter[VerdictLine | ErrorLine] = TypeAdapter(VerdictLine | ErrorLine)
 _LIMITS: TypeAdapter[SessionLimits] = TypeAdapter(SessionLimits)
 _SESSION: TypeAdapter[SessionReply] = TypeAdapter(SessionReply)
-_HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
 
 
 class SandboxClient(CodeService):
@@ -32,22 +33,23 @@ class SandboxClient(CodeService):
     async with SandboxClient("http://127.0.0.1:8517", token=token) as service:
         result = await service.run(RunRequest(code="print(1)"))
 
-    It retries `overloaded` answers and lost connections; a call that is sent twice runs once.
+    It retries `overloaded` answers and lost connections; every call has one answer. With several services a call goes to the
+    least loaded one, and to another one when that is lost: it may run twice then. A session stays at its service, no cell runs
+    twice, and a session that is lost with its service raises `SessionLost`.
 
     Args:
-        url: the address of the service.
-        token: the token of the service.
-        client: the name in the service's queue, in which clients take turns; by default each object has its own.
+        url: the address of the service, or the addresses of several.
+        token: the token of every service.
+        client: the name in the queue of a service, in which clients take turns; by default each object has its own.
         patience_s: the longest time of one call, with queue and retries; then it raises `DeadlineExceeded`.
-        no_node_s: how long the service may have no nodes before calls raise `NoNodes`, or `UserError` if the service has done
-            nothing for this object yet. The log has one warning.
-        reconnect_s: how long the service may be out of reach before calls raise `MachineError`.
-        connect_s: the same before its first answer; then calls raise `UserError`, as for a wrong address.
+        no_node_s: how long every service may be unable to run anything before calls raise `NoNodes`.
+        reconnect_s: how long every service may be out of reach before calls raise `MachineError`.
+        connect_s: the same before the first answer; then calls raise `UserError`, as for a wrong address.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         token: str | None = None,
         client: str = "",
@@ -57,7 +59,9 @@ class SandboxClient(CodeService):
         connect_s: float = 5.0,
     ) -> None:
         patience = Patience(patience_s=patience_s, no_node_s=no_node_s, reconnect_s=reconnect_s, connect_s=connect_s)
-        self._http = ServiceHttp(url, token=token, client=client or uuid.uuid4().hex, patience=patience)
+        urls = [url] if isinstance(url, str) else url
+        self._services = Services(urls, token=token, client=client or uuid.uuid4().hex, patience=patience)
+        self._homes: dict[str, ServiceHttp] = {}  # of sessions
         self._calls: Calls | None = None
 
     async def __aenter__(self) -> Self:
@@ -73,71 +77,136 @@ class SandboxClient(CodeService):
         if not isinstance(request, RunRequest):
             raise TypeError(f"a program is run as RunRequest(code=...); this is of type {type(request).__name__}")
         if self._calls is None:
-            self._calls = Calls(self._http)
-        return await self._calls.run(request)
+            self._calls = Calls(self._services)
+        if not request.session:
+            return await self._calls.run(request)
+        try:
+            return await self._calls.run(request, home=self._home(request.session))
+        except SessionLost:
+            self._forget(request.session)
+            raise
 
     async def verify(self, request: VerifyRequest) -> AsyncGenerator[tuple[int, PairVerdict]]:
         """See `CodeService`. Pairs whose verdicts were lost with a connection are sent again, which changes no verdict."""
         verdicts: dict[int, PairVerdict] = {}
-        tries = Tries(self._http)
+        started_at = asyncio.get_running_loop().time()
         while rest := [index for index in range(len(request.pairs)) if index not in verdicts]:
             asked = VerifyRequest(pairs=tuple(request.pairs[index] for index in rest), pair_wall_s=request.pair_wall_s)
+            service, num_slots = self._services.best(), -(-len(rest) // _NUM_PAIRS)
+            service.num_calls += num_slots
             try:
-                async for line in self._verdicts(asked):
+                async for line in self._verdicts(service, asked):
                     if (index := rest[line.index]) not in verdicts:
                         verdicts[index] = line.verdict
-                        self._http.note_node()
-                        tries.start_over()
+                        service.note_works()
                         yield index, line.verdict
                 if len(verdicts) < len(request.pairs):
                     raise ConnectionResetError("the reply ended too early")
             except (Overloaded, *CONNECTION_ERRORS) as error:
-                await tries.after(error)
+                await self._services.after(service, error, started_at=started_at)
+            finally:
+                service.num_calls -= num_slots
 
     async def open_session(self, limits: SessionLimits) -> str:
-        return await self._session("/v1/sessions", _LIMITS.dump_json(limits))
+        """Open it at the service with the fewest sessions of this client for its size."""
+
+        service, reply = await self._ask("POST", "/v1/sessions", _LIMITS.dump_json(limits))
+        return self._add_session(service, reply)
 
     async def fork_session(self, session: str) -> str:
-        return await self._session(f"/v1/sessions/{session}/fork")
+        try:
+            service, reply = await self._ask("POST", f"/v1/sessions/{session}/fork", home=self._home(session))
+        except SessionLost:
+            self._forget(session)
+            raise
+        return self._add_session(service, reply)
 
     async def close_session(self, session: str) -> None:
-        await self._ask("DELETE", f"/v1/sessions/{session}")
+        with contextlib.suppress(SessionLost):
+            home = self._home(session)
+            self._forget(session)
+            await self._ask("DELETE", f"/v1/sessions/{session}", home=home)
 
-    async def health(self) -> Health:
-        """The state of the service, once it works. Raises `UserError` for a wrong address or token, or without nodes."""
-        health = _HEALTH.validate_json(await self._ask("GET", "/v1/health"))
-        self._http.note_node()
+    async def health(self) -> dict[str, Health]:
+        """The state of each service that works, by address. Those that do not answer within the patience are in the log.
+
+        Raises:
+            UserError: an address or the token is wrong.
+            MachineError: no service works.
+        """
+        found = await asyncio.gather(*map(self._health, self._services.all))
+        health = {service.url: one for service, one in zip(self._services.all, found, strict=True) if one is not None}
+        if not health:
+            raise self._services.all[0].loss()
         return health
 
     async def close(self) -> None:
         if self._calls is not None:
             await self._calls.close()
-        await self._http.close()
+        await asyncio.gather(*(service.close() for service in self._services.all))
 
-    async def _verdicts(self, request: VerifyRequest) -> AsyncGenerator[VerdictLine]:
+    async def _health(self, service: ServiceHttp) -> Health | None:
+        """None if it is lost for longer than it may be."""
+        while True:
+            try:
+                health = await service.health()
+            except (Overloaded, *CONNECTION_ERRORS) as error:
+                service.note_error(error)
+                if service.lost_s > service.limit_s:
+                    return None
+                await asyncio.sleep(backoff_s(service.num_failures))
+            else:
+                service.note_works()
+                return health
+
+    async def _ask(
+        self, method: str, path: str, body: bytes | None = None, *, home: ServiceHttp | None = None
+    ) -> tuple[ServiceHttp, bytes]:
+        """The reply, and the service that gave it: `home`, or the best for a new session."""
+        started_at = asyncio.get_running_loop().time()
+        while True:
+            service = home or self._services.best(for_session=True)
+            try:
+                reply = await service.ask(method, path, body)
+            except (Overloaded, *CONNECTION_ERRORS) as error:
+                await self._services.after(service, error, started_at=started_at, has_home=home is not None)
+                if home is not None and self._services.are_several and home.lost_s > SILENCE_S:
+                    raise SessionLost(f"the session is lost with the code service at {home.url}") from error
+            else:
+                service.note_works()
+                return service, reply
+
+    # Sessions
+
+    def _add_session(self, service: ServiceHttp, reply: bytes) -> str:
+        session = _SESSION.validate_json(reply).session
+        self._homes[session] = service
+        service.num_sessions += 1
+        return session
+
+    def _home(self, session: str) -> ServiceHttp:
+        if (home := self._homes.get(session)) is not None:
+            return home
+        if self._services.are_several:
+            raise SessionLost(f"session {session!r} is lost, was closed, or was not opened by this client")
+        return self._services.all[0]  # of another client, perhaps
+
+    def _forget(self, session: str) -> None:
+        if (home := self._homes.pop(session, None)) is not None:
+            home.num_sessions -= 1
+
+    @staticmethod
+    async def _verdicts(service: ServiceHttp, request: VerifyRequest) -> AsyncGenerator[VerdictLine]:
         try:
             body = _VERIFY.dump_json(request)
         except PydanticSerializationError as error:
             raise UserError(f"the answers hold a lone surrogate, which has no encoding: {error}.") from error
         splitter = LineSplitter(max_line_bytes=_MAX_LINE_BYTES)
-        async with self._http.request("POST", "/v1/verify", body, is_stream=True) as response:
+        async with service.request("POST", "/v1/verify", body, is_stream=True) as response:
             while part := await asyncio.wait_for(response.content.readany(), SILENCE_S):
                 for line in splitter.feed(part):
                     if line:
                         yield _verdict(line)
-
-    async def _session(self, path: str, body: bytes | None = None) -> str:
-        session = _SESSION.validate_json(await self._ask("POST", path, body)).session
-        self._http.note_node()
-        return session
-
-    async def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        tries = Tries(self._http)
-        while True:
-            try:
-                return await self._http.ask(method, path, body)
-            except (Overloaded, *CONNECTION_ERRORS) as error:
-                await tries.after(error)
 
 
 def _verdict(line: bytes | TooLong) -> VerdictLine:

@@ -1,12 +1,11 @@
-"""Requests to a code service over HTTP: errors by their kind, and how long each kind is retried."""
+"""Requests to code services over HTTP: errors by their kind, which service is asked, and how long each failure is retried."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +22,11 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_S = 5.0
+_CONNECT_S = 5.0  # also for the health of a service
 _ANSWER_S = 60.0  # for a request that is no stream
-_NEWS_S = 5.0  # a service without nodes is asked every two seconds; when it did not say so for longer, it had a node
+SILENCE_S = 5.0  # without a line of a stream, after which a service is given up; it sends an empty one twice a second
 _REPLY: TypeAdapter[ErrorReply | Health] = TypeAdapter(ErrorReply | Health)
+_HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -41,21 +41,30 @@ class Patience:
 
 
 class ServiceHttp:
-    """One code service: its address, the token, and a pool of connections. Belongs to one event loop."""
+    """One code service: its address, a pool of connections, and what is known of its state. Belongs to one event loop."""
 
     def __init__(self, url: str, *, token: str | None, client: str, patience: Patience) -> None:
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8517.")
         self.patience = patience
+        self.num_slots = 1
+        self.num_calls = 0  # of this client, under way
+        self.num_sessions = 0  # of this client
+        self.is_tried = False  # whether its health is known
+        self.is_silent = False  # suspected to be lost
+        self.lost_at: float | None = None  # since when it does not answer, or cannot run anything
+        self.retry_at = 0.0  # other services are preferred until then
+        self.num_failures = 0  # since it last worked
+        self._error: Exception | None = None  # the last one
         self._headers = {CLIENT_HEADER: client, STARTS_HEADER: "1"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
         self._was_up = False  # it has answered a request
-        self._had_node = False  # it has done something that takes a node
-        self._no_nodes_since = self._no_nodes_at = -math.inf  # first and last report of it, without interruption
 
     @asynccontextmanager
-    async def request(self, method: str, path: str, body: Any = None, *, is_stream: bool = False) -> AsyncIterator[Any]:
+    async def request(
+        self, method: str, path: str, body: Any = None, *, is_stream: bool = False, limit_s: float = _ANSWER_S
+    ) -> AsyncIterator[Any]:
         """The response, if its status is 200.
 
         Raises:
@@ -66,7 +75,7 @@ class ServiceHttp:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector, auto_decompress=False)
-        timeout = aiohttp.ClientTimeout(total=None if is_stream else _ANSWER_S, sock_connect=_CONNECT_S)
+        timeout = aiohttp.ClientTimeout(total=None if is_stream else limit_s, sock_connect=_CONNECT_S)
         try:
             async with self._session.request(method, self.url + path, data=body, timeout=timeout) as response:
                 if response.status != 200:
@@ -76,50 +85,73 @@ class ServiceHttp:
         except aiohttp.InvalidURL as error:
             raise UserError(f"{self.url!r} is no address of a code service: {error}.") from error
 
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    async def ask(self, method: str, path: str, body: bytes | None = None, *, limit_s: float = _ANSWER_S) -> bytes:
         """The body of the reply; raises as `request` does."""
-        async with self.request(method, path, body) as response:
+        async with self.request(method, path, body, limit_s=limit_s) as response:
             reply: bytes = await response.read()
             return reply
 
-    def note_node(self) -> None:
-        """The service has just done something that takes a node."""
-        self._had_node = True
-        self._no_nodes_at = -math.inf
+    async def health(self) -> Health:
+        """Ask whether it works, and how many slots it has; raises as `request` does."""
+        try:
+            health = _HEALTH.validate_json(await self.ask("GET", "/v1/health", limit_s=_CONNECT_S))
+        finally:
+            self.is_tried = True
+        self.num_slots = max(1, sum(node.num_slots for node in health.nodes))
+        return health
+
+    def note_works(self) -> None:
+        """It has just done something."""
+        self.num_failures, self.retry_at = 0, 0.0
+        if self.lost_at is not None:
+            self.lost_at = None
+            _log.warning("the code service at %s works again", self.url)
 
     def note_error(self, error: Exception) -> None:
-        """Log once that the service has no nodes; raise when that lasts longer than `no_node_s`."""
-        if not isinstance(error, NoNodes):
-            self._no_nodes_at = -math.inf
-            return
+        """A request failed and will be tried again. The first failure of a service that worked is logged."""
         now = asyncio.get_running_loop().time()
-        limit_s = self.patience.no_node_s
-        if now - self._no_nodes_at > _NEWS_S:
-            self._no_nodes_since = now
-            _log.warning("the code service at %s has no nodes; waiting up to %g s for one", self.url, limit_s)
-        self._no_nodes_at = now
-        if now - self._no_nodes_since > limit_s:
-            text = (
-                f"the code service at {self.url} has no nodes, and none came within {limit_s:g} s. Let one join it with"
-                " strop sandbox node --join HOST:PORT, or start the service with --local-nodes 1."
-            )
-            raise NoNodes(text) if self._had_node else UserError(text)
+        self.num_failures += 1
+        self.retry_at = now + backoff_s(self.num_failures)
+        if isinstance(error, Overloaded) and not isinstance(error, NoNodes):
+            self.lost_at = None
+            return
+        self._error = error
+        if self.lost_at is None:
+            self.lost_at = now
+            _log.warning("the code service at %s is lost: %s", self.url, self._reason)
 
     @property
-    def reach_limit_s(self) -> float:
-        """How long the service may be out of reach."""
+    def lost_s(self) -> float:
+        """For how long it has been lost; 0 if it is not."""
+        return 0.0 if self.lost_at is None else asyncio.get_running_loop().time() - self.lost_at
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may be lost."""
+        if isinstance(self._error, NoNodes):
+            return self.patience.no_node_s
         return self.patience.reconnect_s if self._was_up else self.patience.connect_s
 
-    def unreachable(self, error: Exception) -> StropError:
-        """A wrong address is a mistake of the user; a service that did answer before is not."""
-        reason = str(error) or type(error).__name__
+    def loss(self) -> StropError:
+        """The final error. A wrong address is a mistake of the user; a service that did answer before is not."""
+        if isinstance(self._error, NoNodes):
+            return NoNodes(
+                f"the code service at {self.url} has had no node for {self.limit_s:g} s; its log says why its supervisor"
+                " does not start."
+            )
         if self._was_up:
-            return MachineError(f"the code service at {self.url} has been out of reach for {self.reach_limit_s:g} s: {reason}")
-        return UserError(f"no code service answers at {self.url}: {reason}. Is it running, and is this its address?")
+            return MachineError(f"the code service at {self.url} has been out of reach for {self.limit_s:g} s: {self._reason}")
+        return UserError(f"no code service answers at {self.url}: {self._reason}. Is it running, and is this its address?")
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        """Close its connections; requests under way fail, later ones connect again."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @property
+    def _reason(self) -> str:
+        return str(self._error) or type(self._error).__name__
 
     def _error_of(self, status: int, body: bytes) -> StropError:
         try:
@@ -133,37 +165,53 @@ class ServiceHttp:
         if isinstance(reply, ErrorReply):
             return reply.error.exception()
         if isinstance(reply, Health) and reply.status == "no nodes":
-            return NoNodes("the service has no node")
+            return NoNodes("it has no node to run anything on")
         return Overloaded(f"the status of {self.url} is {status}")  # a proxy, or a service that is restarting
+
+
+class Services:
+    """The code services of one client, at least one."""
+
+    def __init__(self, urls: Sequence[str], *, token: str | None, client: str, patience: Patience) -> None:
+        self.patience = patience
+        self.all = [ServiceHttp(url, token=token, client=client, patience=patience) for url in urls]
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.all) > 1
+
+    def best(self, *, for_session: bool = False) -> ServiceHttp:
+        """The least loaded one that works, as far as is known."""
+        now = asyncio.get_running_loop().time()
+        return min(
+            self.all,
+            key=lambda service: (
+                service.is_silent or service.lost_at is not None,
+                service.retry_at > now,
+                (service.num_sessions if for_session else service.num_calls) / service.num_slots,
+            ),
+        )
+
+    def raise_if_all_lost(self) -> None:
+        """Raise the error of the service that was lost last, once the patience with it is over."""
+        last = min(self.all, key=lambda service: service.lost_s)
+        if last.lost_s > last.limit_s:
+            raise last.loss()
+
+    async def after(self, service: ServiceHttp, error: Exception, *, started_at: float, has_home: bool = False) -> None:
+        """Return when a request that failed may be tried again; raise the final error if it may not.
+
+        Args:
+            has_home: only the same service can do it.
+        """
+        service.note_error(error)
+        self.raise_if_all_lost()
+        now = asyncio.get_running_loop().time()
+        if isinstance(error, Overloaded) and now - started_at > self.patience.patience_s:
+            raise error
+        await asyncio.sleep((service.retry_at if has_home else min(one.retry_at for one in self.all)) - now)
 
 
 def backoff_s(num_failures: int) -> float:
     """Longer with each failure, up to about two seconds, and random so that clients do not retry at the same time."""
     return min(2.0, 0.05 * 2.0 ** min(num_failures, 10)) * random.uniform(0.5, 1.0)
-
-
-class Tries:
-    """The failures of one request, or of one series of streams, that are retried."""
-
-    def __init__(self, http: ServiceHttp) -> None:
-        self._http = http
-        self._started_at = asyncio.get_running_loop().time()
-        self.start_over()
-
-    def start_over(self) -> None:
-        """The service was in reach."""
-        self._down_since = asyncio.get_running_loop().time()
-        self._num_failures = 0
-
-    async def after(self, error: Exception) -> None:
-        """Wait before the next try, or raise the final error."""
-        self._num_failures += 1
-        now = asyncio.get_running_loop().time()
-        self._http.note_error(error)
-        if isinstance(error, Overloaded):
-            self._down_since = now
-            if now - self._started_at > self._http.patience.patience_s:
-                raise error
-        elif now - self._down_since > self._http.reach_limit_s:
-            raise self._http.unreachable(error) from error
-        await asyncio.sleep(backoff_s(self._num_failures))

@@ -26,9 +26,10 @@ from strop.sandbox.server.ndjson import (
     write_start_line,
 )
 
-HEARTBEAT_S = 1.0  # without an answer an empty line is sent; a client that hears nothing for long gives the service up
+HEARTBEAT_S = 0.5  # without an answer an empty line is sent; a client that hears nothing for long gives the service up
 MAX_UNREAD_BYTES = 256 << 20  # of answers: a client that leaves more unread is disconnected
 MAX_OPEN = 8192  # calls without an answer: beyond it no more of the request is read
+_STARTS_S = 1.0  # how often started calls are reported: by then most have their answer
 _NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that several leave in one write
 _GATHER_S = 0.005
 _IDLE_S = 120.0  # a stream without calls ends after it
@@ -159,9 +160,8 @@ class RunStream:
             self._begun[number] = key
 
     def _report_starts(self) -> None:
-        """Once a second: by then most calls have their answer and need no report."""
         now = self._loop.time()
-        if self._begun and now - self._reported_at >= HEARTBEAT_S:
+        if self._begun and now - self._reported_at >= _STARTS_S:
             self._reported_at = now
             lines = [write_start_line(key) for key in self._begun.values()]
             self._begun.clear()
