@@ -34,7 +34,6 @@ def _loop(settings: dict[str, object]) -> None:
 
     main.fix_addresses()
     cage, pid_namespace = main.start(settings)
-    child = main.Child(cage)
     code = str(settings["code"]).encode()
     work = wire.WORK.pack(wire.JOB_PROGRAM, 0, 512 << 20, 5, 32, 16, len(code), 0) + code
     count, started_at = 0, time.monotonic()
@@ -46,7 +45,7 @@ def _loop(settings: dict[str, object]) -> None:
         kernel.check(kernel.libc.setns(pid_namespace, kernel.CLONE_NEWPID), "setns")
         kernel.check(kernel.libc.unshare(kernel.CLONE_NEWPID), "unshare a pid namespace")
         if (pid := os.fork()) == 0:
-            child.live(exchange, wake, to_write, "")
+            main.live(cage, exchange, wake, to_write, "")
         os.close(to_write)
         text = b""
         while part := os.read(output, 65_536):
