@@ -1,7 +1,7 @@
-"""How far one front reaches, and how many a large job needs: live against nodes that run nothing, then in virtual time.
+"""How far one service reaches, and how many a large job needs: live with a supervisor that runs nothing, then in virtual time.
 
-The live half measures what a call costs the front: its own process alone, client and nodes in others. The other half takes that
-cost into a simulation of 16 nodes with 1024 workers each, which no machine here could start.
+The live half measures what a call costs the service: only its own process, client and supervisor are in others. The other half
+takes that cost into a simulation of 16 machines with 1024 workers each, which no machine here could start.
 """
 
 from __future__ import annotations
@@ -25,48 +25,54 @@ from rich.table import Table
 from strop.sandbox import RunRequest
 from strop.sandbox.client.client import SandboxClient
 
-NUM_NODES, NUM_WORKERS, CALL_S = 16, 1024, 0.3
+NUM_MACHINES, NUM_WORKERS, CALL_S = 16, 1024, 0.3
 TIMEOUT_SHARE, TIMEOUT_S = 0.01, 4.0
 STEP_CALLS = 45_000
 
 
 async def measure(console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The cost of a call in the front, and what follows from it."""
+    """The cost of a call in the service, and what follows from it."""
     live = await _live(console)
-    cost_s = min(run["front_cpu_s_per_call"] for run in live)
-    needed = NUM_NODES * NUM_WORKERS / CALL_S * cost_s
+    cost_s = min(run["service_cpu_s_per_call"] for run in live)
+    needed = NUM_MACHINES * NUM_WORKERS / CALL_S * cost_s
     table = Table(
-        "fronts", "mean s", "p99 s", "last s", title=f"{STEP_CALLS} calls at once, in virtual time, {cost_s * 1e6:.0f} us each"
+        "services",
+        "mean s",
+        "p99 s",
+        "last s",
+        title=f"{STEP_CALLS} calls at once, in virtual time, {cost_s * 1e6:.0f} us each",
     )
     simulated = []
-    for num_fronts in (1, 2, 4, 8, 16):
-        latencies = simulate(num_fronts=num_fronts, cost_s=cost_s, seed=0)
+    for num_services in (1, 2, 4, 8, 16):
+        latencies = simulate(num_services=num_services, cost_s=cost_s, seed=0)
         figures = {
-            "num_fronts": num_fronts,
+            "num_services": num_services,
             "mean_s": statistics.fmean(latencies),
             "p99_s": statistics.quantiles(latencies, n=100)[98],
             "last_s": max(latencies),
         }
         simulated.append(figures)
-        table.add_row(str(num_fronts), *(f"{figures[name]:.2f}" for name in ("mean_s", "p99_s", "last_s")))
+        table.add_row(str(num_services), *(f"{figures[name]:.2f}" for name in ("mean_s", "p99_s", "last_s")))
     console.print(table)
     console.print(
-        f"{NUM_NODES} nodes x {NUM_WORKERS} workers at {CALL_S} s take {NUM_NODES * NUM_WORKERS / CALL_S:.0f} calls/s;"
-        f" at {cost_s * 1e6:.0f} us of CPU a call that is the work of {needed:.1f} fronts of one core each."
+        f"{NUM_MACHINES} machines x {NUM_WORKERS} workers at {CALL_S} s take {NUM_MACHINES * NUM_WORKERS / CALL_S:.0f} calls/s;"
+        f" at {cost_s * 1e6:.0f} us of CPU a call that is the work of {needed:.1f} services of one core each."
     )
-    return {"live": live, "fronts_needed": needed, "simulated": simulated}, {}
+    return {"live": live, "services_needed": needed, "simulated": simulated}, {}
 
 
 async def _live(console: Console) -> list[dict[str, Any]]:
-    """Calls per second and CPU per call of a real front whose nodes answer at once, by the number of calls in flight."""
-    table = Table("in flight", "calls/s", "front CPU us/call", "front busy", title="One front before nodes that run nothing")
-    runs = []
-    front = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).parent / "noop_front.py"), stdout=subprocess.PIPE
+    """Calls per second and CPU per call of a service whose supervisor answers at once, by the number of calls in flight."""
+    table = Table(
+        "in flight", "calls/s", "service CPU us/call", "service busy", title="One service before a supervisor that runs nothing"
     )
-    assert front.stdout is not None
-    url = (await asyncio.wait_for(front.stdout.readline(), 60)).decode().strip()
-    process = psutil.Process(front.pid)
+    runs = []
+    service = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).parent / "noop_service.py"), stdout=subprocess.PIPE
+    )
+    assert service.stdout is not None
+    url = (await asyncio.wait_for(service.stdout.readline(), 60)).decode().strip()
+    process = psutil.Process(service.pid)
     try:
         async with SandboxClient(url) as client:
             for in_flight in (1, 16, 64, 256, 1024):
@@ -78,19 +84,19 @@ async def _live(console: Console) -> list[dict[str, Any]]:
                 run = {
                     "in_flight": in_flight,
                     "calls_per_s": count / taken,
-                    "front_cpu_s_per_call": cpu_s / count,
-                    "front_busy": cpu_s / taken,
+                    "service_cpu_s_per_call": cpu_s / count,
+                    "service_busy": cpu_s / taken,
                 }
                 runs.append(run)
                 table.add_row(
                     str(in_flight),
                     f"{run['calls_per_s']:.0f}",
-                    f"{run['front_cpu_s_per_call'] * 1e6:.0f}",
-                    f"{run['front_busy']:.0%}",
+                    f"{run['service_cpu_s_per_call'] * 1e6:.0f}",
+                    f"{run['service_busy']:.0%}",
                 )
     finally:
-        front.terminate()
-        await front.wait()
+        service.terminate()
+        await service.wait()
     console.print(table)
     return runs
 
@@ -114,7 +120,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 @dataclass(slots=True)
-class _Front:
+class _Service:
     """A queue with one server: what arrives waits for what came before it."""
 
     free_at: float = 0.0
@@ -124,36 +130,36 @@ class _Front:
         return self.free_at
 
 
-def simulate(*, num_fronts: int, cost_s: float, seed: int) -> list[float]:
+def simulate(*, num_services: int, cost_s: float, seed: int) -> list[float]:
     """Seconds from offer to answer of `STEP_CALLS` calls that all come at once.
 
-    Each call costs its front half of `cost_s` on the way in and half on the way out, and a worker an exponential time of mean
-    `CALL_S`, or one in a hundred its whole limit. A front has its own share of the workers, spread over all nodes.
+    Each call costs its service half of `cost_s` on the way in and half on the way out, and a worker an exponential time of mean
+    `CALL_S`, or one in a hundred its whole limit. A service has its own share of the workers.
     """
     draw = random.Random(seed)
-    fronts = [_Front() for _ in range(num_fronts)]
-    free = [NUM_NODES * NUM_WORKERS // num_fronts] * num_fronts
-    waiting: list[list[int]] = [[] for _ in range(num_fronts)]  # calls in reverse order
+    services = [_Service() for _ in range(num_services)]
+    free = [NUM_MACHINES * NUM_WORKERS // num_services] * num_services
+    waiting: list[list[int]] = [[] for _ in range(num_services)]  # calls in reverse order
     for call in reversed(range(STEP_CALLS)):
-        waiting[call % num_fronts].append(call)
-    ends: list[tuple[float, int]] = []  # when a worker is done, and of which front
+        waiting[call % num_services].append(call)
+    ends: list[tuple[float, int]] = []  # when a worker is done, and of which service
     latencies = []
 
-    def start(front: int, now: float) -> None:
-        while waiting[front] and free[front]:
-            waiting[front].pop()
-            free[front] -= 1
-            sent_at = fronts[front].serve(now, cost_s / 2)
+    def start(service: int, now: float) -> None:
+        while waiting[service] and free[service]:
+            waiting[service].pop()
+            free[service] -= 1
+            sent_at = services[service].serve(now, cost_s / 2)
             taken = TIMEOUT_S if draw.random() < TIMEOUT_SHARE else min(TIMEOUT_S, draw.expovariate(1 / CALL_S))
-            heapq.heappush(ends, (sent_at + taken, front))
+            heapq.heappush(ends, (sent_at + taken, service))
 
-    for front in range(num_fronts):
-        start(front, 0.0)
+    for service in range(num_services):
+        start(service, 0.0)
     while ends:
-        now, front = heapq.heappop(ends)
-        free[front] += 1
-        latencies.append(fronts[front].serve(now, cost_s / 2))
-        start(front, now)
+        now, service = heapq.heappop(ends)
+        free[service] += 1
+        latencies.append(services[service].serve(now, cost_s / 2))
+        start(service, now)
     return latencies
 
 

@@ -97,10 +97,10 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "algorithms": 2053,
     "analysis": 1043,  # 900
     "cluster": 1321,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
-    "cli": 1478,  # 2000 with doctor and cs336
+    "cli": 1438,  # 2000 with doctor and cs336
     "cs336": 1257,
     "curation": 1690,  # 1600
-    "doctor": 1687,
+    "doctor": 1692,
     "engine": 6641,  # 6000
     "evaluation": 2109,  # 1400
     "pipeline": 1631,
@@ -109,7 +109,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "rewards": 3783,  # 2600
     "rollout": 5141,
     "runs": 683,
-    "sandbox": 12527,  # 10500
+    "sandbox": 11644,  # 10500
     "simulation": 918,  # 900
     "stages": 6302,  # 3800
     "tasks": 3176,  # 2200
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 367  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 48_392  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 67_786  # goal: 52 000
+    assert len(FILES) <= 364  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 47_666  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 66_868  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

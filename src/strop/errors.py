@@ -45,11 +45,11 @@ class MachineError(StropError):
 
 
 class NodeLost(MachineError):  # noqa: N818 - named for what happened
-    """A node of the code service died or was cut off with calls in flight."""
+    """The supervisor of a sandbox died with calls in flight."""
 
 
 class NodeGone(NodeLost):
-    """The node was lost before the call reached it: the call has not run there."""
+    """The supervisor was lost before the call reached it: the call has not run there."""
 
 
 class LinkBroken(MachineError):  # noqa: N818
@@ -57,7 +57,7 @@ class LinkBroken(MachineError):  # noqa: N818
 
 
 class SessionLost(MachineError):  # noqa: N818
-    """A session of the code service is gone: its program ended it, its lease ran out, or its node died."""
+    """A session is gone: its program ended it, its lease ran out, or its supervisor or its service was lost."""
 
 
 class Overloaded(MachineError):  # noqa: N818
@@ -65,7 +65,7 @@ class Overloaded(MachineError):  # noqa: N818
 
 
 class NoNodes(Overloaded):
-    """The code service has no node to run anything on; one may join a little later."""
+    """The code service has no supervisor to run anything; it starts one again a little later."""
 
 
 class EngineLost(MachineError):  # noqa: N818 - named for what happened

@@ -113,7 +113,6 @@ def test_run_gives_the_program_its_input_and_tells_all_as_json(tmp_path: Path) -
         (["run", "sandbox.py"], "error: sandbox.py: cannot be read: No such file or directory."),
         (["run", "-", "--min-level", "L9"], "there is no level 'L9'"),
         (["run", "-", "--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
-        (["node", "--join", "here"], "--join is 'here'; it must be HOST:PORT"),
         (["serve", "--host", "0.0.0.0"], "without a token"),
         (["serve", "--warm", "bare,pandas"], "warm"),
         (["run", "-", "--level", "L1", "--url", "http://127.0.0.1:9"], "--level is for this machine"),
@@ -170,11 +169,6 @@ def test_serve_offers_the_service_and_ends_in_order_on_sigterm(tmp_path: Path) -
         started_at = time.monotonic()
         assert server.wait(20) == 0
         assert time.monotonic() - started_at < 10
-
-
-def test_a_service_that_can_never_have_a_node_does_not_start() -> None:
-    refused = strop("serve", "--local-nodes", "0")
-    assert (refused.returncode, "--nodes-port" in refused.stderr) == (2, True)
 
 
 def test_control_c_ends_a_run_that_waits_for_a_service_at_once_and_speaks_of_no_checkpoint(tmp_path: Path) -> None:

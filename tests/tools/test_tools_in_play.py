@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from test_mcp import STDIO
@@ -204,14 +203,13 @@ def test_a_call_that_waits_for_its_turn_at_a_service_for_longer_than_the_deadlin
 async def play_with_python(node: ScriptedNode, *, num_rollouts: int) -> Group:
     """Rollouts that each call Python once, in a sandbox with this supervisor; a call has 3 * 0.1 + 0.3 s."""
 
-    async def spawn_node(config: SandboxConfig) -> ScriptedNode:
+    async def spawn(config: SandboxConfig, name: str) -> ScriptedNode:
         return node
 
-    with patch("strop.sandbox.local.spawn_node", spawn_node):
-        async with LocalSandbox() as box:
-            python = PythonTool(box, Python.Config(name="python", wall_s=0.1))
-            call = {"name": "python", "arguments": {"code": "1", "input": ""}}
-            return await play_with([python], call, num_rollouts=num_rollouts, deadline_s=0.3)
+    async with LocalSandbox(spawn=spawn) as box:
+        python = PythonTool(box, Python.Config(name="python", wall_s=0.1))
+        call = {"name": "python", "arguments": {"code": "1", "input": ""}}
+        return await play_with([python], call, num_rollouts=num_rollouts, deadline_s=0.3)
 
 
 def test_a_call_that_waits_for_a_slot_of_the_sandbox_for_longer_than_the_deadline_is_not_voided() -> None:

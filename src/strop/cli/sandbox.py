@@ -1,4 +1,4 @@
-"""The commands `strop sandbox run`, `check`, `serve` and `node`."""
+"""The commands `strop sandbox run`, `check` and `serve`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Run untrusted programs, on this machine or as a service for many trainers.
 
 - `strop sandbox check` attacks the sandbox of this machine and prints which level of isolation holds.
 - `strop sandbox run file.py` runs one program in it.
-- `strop sandbox serve` offers it over HTTP; `strop sandbox node --join HOST:PORT` adds another machine to a service.
+- `strop sandbox serve` offers it over HTTP. A recipe can name the services of several machines.
 """,
 )
 
@@ -183,16 +183,6 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; without a token only this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 for any free port.")] = 8517,
     token_file: TokenFile = None,
-    local_nodes: Annotated[int, typer.Option("--local-nodes", help="Nodes to start on this machine.")] = 1,
-    nodes_host: Annotated[
-        str, typer.Option("--nodes-host", help="Address to listen on for nodes of other machines.")
-    ] = "127.0.0.1",
-    nodes_port: Annotated[
-        int | None, typer.Option("--nodes-port", help="Port for nodes of other machines; none can join by default.")
-    ] = None,
-    nodes_token_file: Annotated[
-        Path | None, typer.Option("--nodes-token-file", help="File with the token of those nodes.")
-    ] = None,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     level: Level = None,
     max_running: MaxRunning = None,
@@ -212,26 +202,23 @@ def serve(
         ) from error
 
     _show_progress()
-    if not local_nodes and nodes_port is None:
-        raise UserError("a service without nodes runs nothing. Use --local-nodes, or --nodes-port for nodes to join.")
     token = _token(token_file)
     settings = {
         "host": host,
         "port": port,
         "token": token or "",
-        "nodes_host": nodes_host,
-        "nodes_port": nodes_port,
-        "nodes_token": _token(nodes_token_file) or "",
-        "num_local_nodes": local_nodes,
-        "node": _node_settings(min_level, level, max_running, warm),
+        "node": {
+            "min_level": _lowest(min_level, level),
+            "level": level,
+            "warm": [name for name in warm.split(",") if name],
+        }
+        | ({} if max_running is None else {"max_running": max_running}),
         "grace_s": grace_s,
     }
 
     def announce(server: CodeServer) -> None:
-        nodes = ", ".join(f"{seat.node.name} (L{seat.node.level.rank})" for seat in server.dispatcher.floor.seats) or "none yet"
-        typer.echo(f"The code service listens on {server.url} ; nodes: {nodes}")
-        if server.nodes_port is not None:
-            typer.echo(f"Nodes join with: strop sandbox node --join {nodes_host}:{server.nodes_port}")
+        level = server.dispatcher.box.level
+        typer.echo(f"The code service listens on {server.url} ; programs run at level {level} (L{level.rank})")
         if token is None:
             typer.echo("It asks for no token: every user of this machine may use it.")
         sys.stdout.flush()
@@ -239,27 +226,8 @@ def serve(
     asyncio.run(serve_http(validate(ServeConfig, settings, place="strop sandbox serve"), announce))
 
 
-@app.command()
-def node(
-    join: Annotated[str, typer.Option("--join", help="Address of the service for nodes, as HOST:PORT.", show_default=False)],
-    token_file: TokenFile = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name in every reply; host and process id by default.")] = None,
-    min_level: MinLevel = IsolationLevel.NAMESPACES,
-    level: Level = None,
-    max_running: MaxRunning = None,
-    warm: Warm = "bare,numpy,full,verify",
-) -> None:
-    """Run programs for a service on another machine until SIGTERM. Running calls finish first."""
-    from strop.config import validate
-    from strop.sandbox.supervisor.__main__ import join_front
-
-    _show_progress()
-    config = validate(SandboxConfig, _node_settings(min_level, level, max_running, warm), place="strop sandbox node")
-    asyncio.run(join_front(join, config, name=name, token=_token(token_file) or ""))
-
-
 def _show_progress() -> None:
-    """Log at level INFO, which includes each node that joins or leaves."""
+    """Log at level INFO, which includes each start of the supervisor."""
     if "STROP_LOG" not in os.environ:
         logging.getLogger("strop.sandbox").setLevel(logging.INFO)
 
@@ -281,14 +249,6 @@ def _reason(result: RunResult, wall_s: float) -> str:
     if result.reason == "cpu":
         return f"cpu: its processes used more CPU time than --wall-s {wall_s:g} allows"
     return f"it ran longer than --wall-s {wall_s:g}"
-
-
-def _node_settings(
-    min_level: IsolationLevel, level: IsolationLevel | None, max_running: int | None, warm: str
-) -> dict[str, object]:
-    profiles = [name for name in warm.split(",") if name]
-    settings: dict[str, object] = {"min_level": _lowest(min_level, level), "level": level, "warm": profiles}
-    return settings | ({} if max_running is None else {"max_running": max_running})
 
 
 def _exit_code(result: RunResult) -> int:

@@ -141,10 +141,9 @@ async def check_tool(examination: Examination) -> str:
         )
     call = turn.calls[0]
     if call.outcome is not ToolOutcome.STDOUT or call.text.strip() != PRINTED:
-        command = "strop sandbox run --url ADDRESS" if sandbox.url else "strop sandbox run"
         raise Problem(
             f"{CODE} came back as {call.outcome} {call.text!r:.200}, where {PRINTED} is printed.",
-            f"Run the same program with `{command}`; its result names what went wrong.",
+            f"Run the same program with {_commands(sandbox)}; its result names what went wrong.",
         )
     read = examination.parts.chat.decode(turn.observation_ids)
     if PRINTED not in read:
@@ -156,12 +155,18 @@ async def check_tool(examination: Examination) -> str:
     return f"{CODE} came back as {PRINTED} in {call.duration_s * 1000:.0f} ms, in {num_tokens} tokens"
 
 
+def _commands(sandbox: SandboxConfig) -> str:
+    """The commands that run a program in the sandbox, one for each service."""
+    urls = (sandbox.url,) if isinstance(sandbox.url, str) else sandbox.url
+    return " or ".join(f"`strop sandbox run FILE{f' --url {url}' if url else ''}`" for url in urls)
+
+
 def _remedy_for_sandbox(sandbox: SandboxConfig) -> str:
     void = "before training: until then every rollout that calls the tool is void."
     if sandbox.url:
         return (
             f"Mend that {void} The recipe's sandbox.url and {sandbox.token_env} name the service;"
-            " `strop sandbox run FILE --url ADDRESS` shows its fault. Without sandbox.url programs run on this machine."
+            f" {_commands(sandbox)} shows its fault. Without sandbox.url programs run on this machine."
         )
     return (
         f"Bring the sandbox back {void} `strop sandbox check` shows its fault; a machine without namespaces can ask for less"

@@ -28,7 +28,7 @@ class SandboxConfig(Config):
         default_factory=lambda: 2 * (os.cpu_count() or 1),
         ge=1,
         le=1024,
-        description="Programs that compute at once. A node accepts three times as many calls, so that the next one is ready.",
+        description="Programs that compute at once. Three times as many calls are accepted, so that the next one is ready.",
     )
     max_alive: int = Field(
         default=256, ge=1, le=4096, description="Programs that exist at once, including those that sleep and lend their slots."

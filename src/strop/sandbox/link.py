@@ -1,11 +1,10 @@
-"""The link between a node and the process that gives it calls: messages as frames, over one connection.
+"""The link between the supervisor and the process that started it: messages as frames, over a socket pair.
 
-    node  -> front   Hello, then answers: Ran, Judged, JudgedAll, SessionIs, Failed; Slots, and Draining when it wants no more
-    front -> node    Welcome or Refusal, then calls: Run, Verify, OpenSession, ForkSession, CloseSession, and Cancel
-    both             Ping when there is nothing else to say; Goodbye before a link is closed on purpose
+    supervisor -> parent   Hello when it is ready, then answers: Ran, Judged, JudgedAll, SessionIs, Failed; and Slots
+    parent -> supervisor   calls: Run, Verify, OpenSession, ForkSession, CloseSession, and Cancel
+    both                   Ping when there is nothing else to say
 
-A frame is four bytes of length, then JSON. Each call has a number of its own, chosen by the front and never used twice on one
-link. The front of a local sandbox is the `LocalSandbox`, that of a service its server.
+A frame is four bytes of length, then JSON. Each call has a number of its own, chosen by the parent and never used twice.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from pydantic_core import PydanticSerializationError
 from strop.errors import LinkBroken
 from strop.sandbox.protocol import IsolationLevel, PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 
-PROTOCOL_VERSION = 1
-MAX_HELLO_BYTES = 16_384  # before a peer has shown its token
 MAX_FRAME_BYTES = 64 << 20  # 8 MB of input can be 48 MB of JSON escapes
 _HEADER = struct.Struct(">I")
 _READ_BYTES = 262_144
@@ -33,14 +30,14 @@ _LINGER_S = 1.0  # for unsent messages when a link is closed
 
 
 class _Strict:
-    """Strict, and closed: an unknown key is a newer or a broken peer. Infinity may pass: its receiver rejects that one call."""
+    """Strict, and closed. Infinity may pass: its receiver rejects that one call."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Failure(StrEnum):
-    """Why a call has no result; each is one exception on the front's side."""
+    """Why a call has no result; each is one exception on the parent's side."""
 
     NODE = "node"  # NodeLost: the node is going down; the link will follow
     MACHINE = "machine"  # MachineError: the node could not do it
@@ -51,24 +48,8 @@ class Failure(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(_Strict):
     kind: Literal["hello"] = "hello"
-    protocol: int
-    token: str  # empty over a socket pair, which no other process can reach
-    name: str
     level: IsolationLevel
     num_slots: Annotated[int, Field(ge=1, le=65_536)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(_Strict):
-    kind: Literal["welcome"] = "welcome"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal(_Strict):
-    """The front does not accept this node. The same node will not be accepted later."""
-
-    kind: Literal["refusal"] = "refusal"
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +58,11 @@ class Ping(_Strict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draining(_Strict):
-    """The node finishes what it has and takes nothing new."""
-
-    kind: Literal["draining"] = "draining"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Slots(_Strict):
     """The number of calls that the node takes at once has changed."""
 
     kind: Literal["slots"] = "slots"
     num_slots: Annotated[int, Field(ge=0, le=65_536)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye(_Strict):
-    kind: Literal["goodbye"] = "goodbye"
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +150,7 @@ class Failed(_Strict):
 
 Call = Run | Verify | OpenSession | ForkSession | CloseSession
 Answer = Ran | Judged | JudgedAll | SessionIs | Failed
-Message = Hello | Welcome | Refusal | Ping | Slots | Draining | Goodbye | Cancel | Call | Answer
+Message = Hello | Ping | Slots | Cancel | Call | Answer
 
 _ANY: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 # One adapter a type: writing through the union costs twice as much (3.1 against 1.7 us).
@@ -210,18 +178,13 @@ def decode(body: bytes | memoryview) -> Message:
         return _ANY.validate_json(bytes(body))
     except (ValidationError, RecursionError) as error:
         first = error.errors(include_url=False, include_input=False)[0]["msg"] if isinstance(error, ValidationError) else error
-        raise LinkBroken(f"a frame of {len(body)} bytes is no message of protocol {PROTOCOL_VERSION}: {first}") from error
+        raise LinkBroken(f"a frame of {len(body)} bytes is no message: {first}") from error
 
 
 class FrameDecoder:
-    """Splits a stream of bytes into frames.
+    """Splits a stream of bytes into frames."""
 
-    Args:
-        max_frame_bytes: a longer frame breaks the link; raised once a peer has shown its token.
-    """
-
-    def __init__(self, max_frame_bytes: int) -> None:
-        self.max_frame_bytes = max_frame_bytes
+    def __init__(self) -> None:
         self._rest = bytearray()
 
     @property
@@ -235,8 +198,8 @@ class FrameDecoder:
         start, end = 0, len(self._rest)
         while end - start >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._rest, start)
-            if length > self.max_frame_bytes:
-                raise LinkBroken(f"a frame of {length} bytes is announced, the limit is {self.max_frame_bytes}")
+            if length > MAX_FRAME_BYTES:
+                raise LinkBroken(f"a frame of {length} bytes is announced, the limit is {MAX_FRAME_BYTES}")
             if end - start < _HEADER.size + length:
                 break
             start += _HEADER.size
@@ -248,19 +211,16 @@ class FrameDecoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
-    """How a peer that did not hang up is found to be gone: a stopped process, or a broken network."""
+    """How a peer that did not hang up is found to be gone: a stopped process."""
 
     heartbeat_s: float = 0.4  # a message is sent at least this often
     silence_s: float = (
         1.4  # without a message for so long the peer is gone; this is found within one more heartbeat, so within 1.8 s
     )
-    handshake_s: float = 5.0
 
 
-# A silent front may come back, and nothing depends on a fast decision: a node waits longer.
-NODE_TIMING = LinkTiming(silence_s=10.0)
-# On one machine the kernel closes the link of a dead front, so a silent one is only busy, perhaps with a checkpoint.
-LOCAL_NODE_TIMING = LinkTiming(silence_s=math.inf)
+# The kernel closes the link of a dead parent, so a silent one is only busy, perhaps with a checkpoint.
+SUPERVISOR_TIMING = LinkTiming(silence_s=math.inf)
 
 
 class Channel:
@@ -270,7 +230,7 @@ class Channel:
         self.timing = timing
         self._reader = reader
         self._writer = writer
-        self._decoder = FrameDecoder(MAX_HELLO_BYTES)
+        self._decoder = FrameDecoder()
         self._decoded: list[Message] = []  # messages that came in the same read as the first one
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[bytes] = []
@@ -300,19 +260,18 @@ class Channel:
             self._flush_within_s = within_s
             self._flush_timer = self._loop.call_later(within_s, self._flush) if within_s else self._loop.call_soon(self._flush)
 
-    async def first(self) -> Message:
-        """The message that opens the link. Raises `LinkBroken` if none comes within `timing.handshake_s`."""
+    async def first(self, *, within_s: float) -> Message:
+        """The message that opens the link. Raises `LinkBroken` if none comes in time."""
         try:
-            async with asyncio.timeout(self.timing.handshake_s):
+            async with asyncio.timeout(within_s):
                 while not self._decoded:
                     await self._read()
         except TimeoutError as error:
-            raise LinkBroken(f"the peer did not introduce itself within {self.timing.handshake_s:g} s") from error
+            raise LinkBroken(f"the peer said nothing within {within_s:g} s") from error
         return self._decoded.pop(0)
 
     async def pump(self, handle: Callable[[Message], None]) -> NoReturn:
         """Give every message to `handle`, until the link ends. `LinkBroken` says why, also one that `handle` raises."""
-        self._decoder.max_frame_bytes = MAX_FRAME_BYTES
         self._heard_at = self._loop.time()
         self._beat_again()
         try:

@@ -1,19 +1,20 @@
-"""Opens the code service that a config names: a sandbox on this machine, or a service at an address."""
+"""The queue before the supervisor of this machine, and the opener of the service that a config names."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from strop.deadline import StoppedClock, clock_stopped
+from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, Overloaded, SessionLost, UserError
 from strop.sandbox.config import SandboxConfig
+from strop.sandbox.fair_queue import FairQueue
 from strop.sandbox.limits import is_readable, require_verifiable, run_refusal
 from strop.sandbox.protocol import (
     AnswerPair,
@@ -28,21 +29,36 @@ from strop.sandbox.protocol import (
     VerifyRequest,
     demand,
 )
-from strop.sandbox.spawn import keep_alive, spawn_node
+from strop.sandbox.spawn import Spawn, keep_alive, spawn_node
+
+_log = logging.getLogger(__name__)
+_ResultT = TypeVar("_ResultT")
 
 _MAX_WAIT_S = 1800.0  # for a slot
-_NO_SUPERVISOR_S = 30.0  # then calls fail
 _ANSWER_GRACE_S = 60.0  # after the limit of a call, until the supervisor is at fault
 _SESSION_S = 30.0  # to open, fork or close a session
-_CHECK_S = 0.1  # how often slots that the supervisor has gained, and calls that have waited too long, are looked for
-_BATCH = 32  # pairs of answers in one call of the supervisor
+_LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
+_CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
+NUM_PAIRS = 32  # of answers in one call of the supervisor
 
 
 @dataclass(slots=True, eq=False)
-class _LocalSession:
+class _Turn:
+    """A call that waits for a slot."""
+
+    client: tuple[str, bool]
+    since: float
+    granted: asyncio.Future[CodeNode]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
     """A session of the supervisor. Its cells and forks take turns."""
 
+    name: str
     node: CodeNode
+    limits: SessionLimits
+    used_at: float
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     lost_for: str = ""
 
@@ -51,22 +67,37 @@ class LocalSandbox(CodeService):
     """A `CodeService` on this machine; use as `async with`, or call `start` and `close`. Belongs to one event loop.
 
     The supervisor is a separate process, so that deadlines hold while this process is busy. It is restarted when it dies, and
-    ends with this process. A call waits here until the supervisor has a free slot, first come, first served; then its deadline
-    begins. A program or a pair of answers that was lost with its supervisor runs once more; a cell does not, and its session
-    is lost.
+    ends with this process. A call waits here until the supervisor has a free slot; then its deadline begins. Clients take
+    turns, and so do the programs and the cells of one client. A program or a pair of answers that was lost with its supervisor
+    runs once more; a cell does not, and its session is lost.
 
     Args:
         config: the limits, the number of programs at once, and the lowest accepted level of isolation.
+        name: of the machine in replies.
+        no_node_s: how long a call waits without a supervisor before it raises `NoNodes`.
+        spawn: starts a supervisor.
     """
 
-    def __init__(self, config: SandboxConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: SandboxConfig | None = None,
+        *,
+        name: str = "local",
+        no_node_s: float = 30.0,
+        spawn: Spawn = spawn_node,
+    ) -> None:
         self.config = config or SandboxConfig()
+        self.node: CodeNode | None = None  # the supervisor; None while there is none
+        self.queue: FairQueue[_Turn] = FairQueue()
+        self.num_running = 0
+        self.num_retries = self.num_nodes_lost = self.num_sessions_lost = 0
         self._level: IsolationLevel | None = None  # None before the start
-        self._node: CodeNode | None = None  # the supervisor; None while there is none
+        self._name = name
+        self._no_node_s = no_node_s
+        self._spawn_node = spawn
         self._no_node_since = 0.0
-        self._num_running = 0
-        self._waiting: deque[tuple[float, asyncio.Future[CodeNode]]] = deque()  # for a slot, and since when
-        self._sessions: dict[str, _LocalSession] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._due: dict[asyncio.Task[Any], float] = {}  # when the supervisor must have answered
         self._starting = asyncio.Lock()
         self._is_closed = False
         self._keepers: list[asyncio.Task[None]] = []
@@ -88,6 +119,10 @@ class LocalSandbox(CodeService):
             raise MachineError("the sandbox has not been started")
         return self._level
 
+    @property
+    def num_sessions(self) -> int:
+        return sum(not session.lost_for for session in self._sessions.values())
+
     async def start(self) -> None:
         """Start the supervisor, which tests its level of isolation first. Safe to call twice.
 
@@ -98,20 +133,28 @@ class LocalSandbox(CodeService):
             if self._is_closed:
                 raise MachineError("the sandbox was closed; a call came after that")
             if self._level is None:
-                node = await spawn_node(self.config)
+                node = await self._spawn_node(self.config, self._name)
                 self._use(node)
-                keeping = keep_alive(node, self.config, use=self._use, lose=self._lose)
+                keeping = keep_alive(node, self.config, spawn=self._spawn_node, use=self._use, lose=self._lose)
                 self._keepers = [asyncio.create_task(keeping), asyncio.create_task(self._check_forever())]
 
-    async def run(self, request: RunRequest) -> RunResult:
+    async def run(self, request: RunRequest, *, client: str = "") -> RunResult:
         demand("the argument of run()", request, RunRequest, hint=', as in run(RunRequest(code="print(1)"))')
         await self.start()
         if refusal := run_refusal(request):
             return RunResult.not_run(RunOutcome.REJECTED, refusal, level=self.level)
         with clock_stopped() as clock:
-            return await (self._run_cell(request, clock) if request.session else self._run_program(request, clock))
+            return await self.dispatch(request, client, clock.go_on)
 
-    async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+    async def dispatch(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
+        """Run a call that is within the limits, after `start`.
+
+        Args:
+            begin: called when the supervisor takes the call, and once more if it dies and another one takes it.
+        """
+        return await (self._run_cell if request.session else self._run_program)(request, client, begin)
+
+    async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
         hint = ', as in verify(VerifyRequest(pairs=(AnswerPair(gold="1/2", answer="0.5"),)))'
         demand("the argument of verify()", request, VerifyRequest, hint=hint)
         require_verifiable(request)
@@ -121,8 +164,8 @@ class LocalSandbox(CodeService):
         for index in set(range(len(request.pairs))) - {index for index, _ in pairs}:
             found.put_nowait((index, PairVerdict.UNREADABLE))
         batches = [
-            asyncio.create_task(self._judge(dict(pairs[first : first + _BATCH]), request.pair_wall_s, found))
-            for first in range(0, len(pairs), _BATCH)
+            asyncio.create_task(self._judge(dict(pairs[first : first + NUM_PAIRS]), request.pair_wall_s, client, found))
+            for first in range(0, len(pairs), NUM_PAIRS)
         ]
         try:
             for _ in request.pairs:
@@ -135,105 +178,92 @@ class LocalSandbox(CodeService):
                 batch.cancel()
             await asyncio.gather(*batches, return_exceptions=True)
 
-    async def open_session(self, limits: SessionLimits) -> str:
+    async def open_session(self, limits: SessionLimits, *, client: str = "") -> str:
         demand("the argument of open_session()", limits, SessionLimits)
         await self.start()
-        for is_last_try in (False, True):
-            try:
-                async with self._slot() as node, _in_time("open a session", _SESSION_S):
-                    return self._add_session(await node.open_session(limits), node)
-            except NodeLost:
-                if is_last_try:
-                    raise
-        raise AssertionError("the last try returns or raises")
+        try:
+            return await self._open_session(limits, client)
+        except NodeLost:
+            return await self._open_session(limits, client)
 
     async def fork_session(self, session: str) -> str:
-        origin = self._session(session)
-        async with origin.turn:
-            self._require_alive(session, origin)
-            try:
-                async with _in_time("fork a session", _SESSION_S):
-                    return self._add_session(await origin.node.fork_session(session), origin.node)
-            except SessionLost as error:
-                self._end_session(session, origin, str(error))
-                raise
-            except NodeLost as error:
-                self._end_session(session, origin, str(error))
-                raise SessionLost(f"session {session!r} is lost: {error}") from error
+        async with self._turn(session) as origin:
+            name = await self._in_time("fork a session", _SESSION_S, origin.node.fork_session(session))
+            return self._add_session(name, origin.node, origin.limits)
 
     async def close_session(self, session: str) -> None:
         if (closed := self._sessions.pop(session, None)) is not None:
+            closed.lost_for = closed.lost_for or "it was closed"  # for the cells that wait
             with suppress(NodeLost):  # the session is gone too
-                async with _in_time("close a session", _SESSION_S):
-                    await closed.node.close_session(session)
+                await self._in_time("close a session", _SESSION_S, closed.node.close_session(session))
 
     async def close(self) -> None:
         self._is_closed = True
         async with self._starting:
-            for _, waiting in self._waiting:
-                if not waiting.done():
-                    waiting.set_exception(MachineError("the sandbox was closed"))
-            self._waiting.clear()
+            while self.queue:
+                _grant(self.queue.pop(), MachineError("the sandbox was closed"))
             for keeper in self._keepers:
                 keeper.cancel()
-            node, self._node = self._node, None
+            node, self.node = self.node, None
             if node is not None:
                 await node.close()
             await asyncio.gather(*self._keepers, *self._tasks, return_exceptions=True)
 
     # Calls of the supervisor
 
-    async def _run_program(self, request: RunRequest, clock: StoppedClock) -> RunResult:
+    async def _run_program(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
         arrived_at = asyncio.get_running_loop().time()
         failure: MachineError | None = None
         while True:
             try:
-                return await self._run_once(request, clock, arrived_at, is_retry=failure is not None)
+                return await self._run_once(request, (client, False), begin, arrived_at, is_retry=failure is not None)
             except NodeGone:
                 continue  # it was not sent
-            except NoNodes:
-                raise
             except Overloaded as error:
+                if failure is not None:  # it may have run, so the caller must not send it again
+                    return RunResult.not_run(RunOutcome.INTERNAL, f"{failure}; then {error}", level=self.level)
+                if isinstance(error, NoNodes):
+                    raise
                 return RunResult.not_run(RunOutcome.OVERLOADED, str(error), level=self.level)
             except MachineError as error:
                 if failure is not None or self._is_closed:
                     return RunResult.not_run(RunOutcome.INTERNAL, str(error), level=self.level)
                 failure = error
+                self.num_retries += 1
 
-    async def _run_cell(self, request: RunRequest, clock: StoppedClock) -> RunResult:
-        session = self._session(request.session)
+    async def _run_cell(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
         arrived_at = asyncio.get_running_loop().time()
-        async with session.turn:
-            self._require_alive(request.session, session)
+        async with self._turn(request.session) as session:
             try:
-                return await self._run_once(request, clock, arrived_at, session=session)
-            except SessionLost as error:
-                self._end_session(request.session, session, str(error))
-                raise
+                return await self._run_once(request, (client, True), begin, arrived_at, session=session)
             except MachineError as error:  # it is unknown what the cell has done, so no other cell may build on it
-                self._end_session(request.session, session, str(error))
-                raise SessionLost(f"session {request.session!r} is lost: {error}") from error
+                raise error if isinstance(error, SessionLost) else NodeLost(str(error)) from error
 
     async def _run_once(
         self,
         request: RunRequest,
-        clock: StoppedClock,
+        client: tuple[str, bool],
+        begin: Callable[[], None],
         arrived_at: float,
         *,
-        session: _LocalSession | None = None,
+        session: _Session | None = None,
         is_retry: bool = False,
     ) -> RunResult:
-        async with self._slot(is_first=is_retry) as node:
+        node = await self._take_slot(client, is_first=is_retry)
+        with self._releasing(node):
             if session is not None:
-                self._require_alive(request.session, session)
-            clock.go_on()
+                self._require_alive(session)
+            begin()
             queue_s = asyncio.get_running_loop().time() - arrived_at
-            async with _in_time("answer a call", request.wall_s + _ANSWER_GRACE_S):
-                result = await node.run(request)
-        return replace(result, timings=replace(result.timings, queue_s=result.timings.queue_s + queue_s))
+            result = await self._in_time("answer a call", request.wall_s + _ANSWER_GRACE_S, node.run(request))
+        return replace(result, node=node.name, timings=replace(result.timings, queue_s=result.timings.queue_s + queue_s))
 
     async def _judge(
-        self, pairs: dict[int, AnswerPair], pair_wall_s: float, found: asyncio.Queue[tuple[int, PairVerdict] | NoNodes]
+        self,
+        pairs: dict[int, AnswerPair],
+        pair_wall_s: float,
+        client: str,
+        found: asyncio.Queue[tuple[int, PairVerdict] | NoNodes],
     ) -> None:
         """Put a verdict on each pair into `found`; an error instead if there is no supervisor."""
         num_failures = 0
@@ -241,29 +271,27 @@ class LocalSandbox(CodeService):
             indices = list(pairs)
             asked = VerifyRequest(pairs=tuple(pairs.values()), pair_wall_s=pair_wall_s)
             try:
-                async with (
-                    self._slot(is_first=num_failures > 0) as node,
-                    _in_time("compare answers", pair_wall_s * len(pairs) + _ANSWER_GRACE_S),
-                ):
-                    async for position, verdict in node.verify(asked):
-                        del pairs[indices[position]]
-                        found.put_nowait((indices[position], verdict))
+                node = await self._take_slot((client, False), is_first=num_failures > 0)
+                with self._releasing(node):
+                    async with asyncio.timeout(pair_wall_s * len(pairs) + _ANSWER_GRACE_S):
+                        async for position, verdict in node.verify(asked):
+                            del pairs[indices[position]]
+                            found.put_nowait((indices[position], verdict))
                 num_failures += bool(pairs)
             except NodeGone:
                 continue  # they were not sent
             except NoNodes as error:
                 found.put_nowait(error)
                 return
-            except MachineError:
+            except (MachineError, TimeoutError, UserError):  # the last for pairs too large for a frame
                 num_failures += 1
         for index in pairs:
             found.put_nowait((index, PairVerdict.INTERNAL))
 
     # Slots
 
-    @asynccontextmanager
-    async def _slot(self, *, is_first: bool = False) -> AsyncIterator[CodeNode]:
-        """Wait for a free slot of the supervisor, and hold it.
+    async def _take_slot(self, client: tuple[str, bool], *, is_first: bool = False) -> CodeNode:
+        """Wait for a free slot of the supervisor. Use the node within `_releasing`.
 
         Raises:
             NoNodes: there has been no supervisor for too long.
@@ -271,18 +299,23 @@ class LocalSandbox(CodeService):
         """
         if self._is_closed:
             raise MachineError("the sandbox was closed")
+        if not self.queue and self.node is not None and self.num_running < self.node.num_slots:
+            self.num_running += 1
+            return self.node
         loop = asyncio.get_running_loop()
-        granted: asyncio.Future[CodeNode] = loop.create_future()
-        (self._waiting.appendleft if is_first else self._waiting.append)((loop.time(), granted))
-        self._grant_slots()
+        turn = _Turn(client, loop.time(), loop.create_future())
+        self.queue.push(client, turn, is_first=is_first)
         try:
-            node = await granted
+            return await turn.granted
         except asyncio.CancelledError:
-            if not granted.cancelled() and granted.exception() is None:  # it was granted in this turn of the event loop
-                self._release_slot()
+            if not self.queue.remove(client, turn) and not turn.granted.cancelled() and turn.granted.exception() is None:
+                self._release_slot()  # it was granted in this turn of the event loop
             raise
+
+    @contextmanager
+    def _releasing(self, node: CodeNode) -> Iterator[None]:
         try:
-            yield node
+            yield
         except NodeLost as error:
             self._lose(node, str(error))
             raise
@@ -290,15 +323,26 @@ class LocalSandbox(CodeService):
             self._release_slot()
 
     def _grant_slots(self) -> None:
-        while self._waiting and self._node is not None and self._num_running < self._node.num_slots:
-            _, granted = self._waiting.popleft()
-            if not granted.done():  # else its call was cancelled
-                self._num_running += 1
-                granted.set_result(self._node)
+        while self.queue and self.node is not None and self.num_running < self.node.num_slots:
+            self.num_running += _grant(self.queue.pop(), self.node)
 
     def _release_slot(self) -> None:
-        self._num_running -= 1
+        self.num_running -= 1
         self._grant_slots()
+
+    async def _in_time(self, what: str, limit_s: float, work: Awaitable[_ResultT]) -> _ResultT:
+        """Raise `MachineError` if the supervisor does not answer in time, as found every `_CHECK_S`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._due[task] = asyncio.get_running_loop().time() + limit_s  # a timer of its own would cost a tenth of a call
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if task in self._due or task.uncancel():
+                raise
+            raise MachineError(f"the supervisor did not {what} within {limit_s:g} s") from None
+        finally:
+            self._due.pop(task, None)
 
     async def _check_forever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -306,33 +350,40 @@ class LocalSandbox(CodeService):
             await asyncio.sleep(_CHECK_S)
             self._grant_slots()
             now = loop.time()
-            is_without_node = self._node is None and now - self._no_node_since > _NO_SUPERVISOR_S
-            while self._waiting:
-                since, granted = self._waiting[0]
-                error: Overloaded
-                if is_without_node and now - since > _NO_SUPERVISOR_S:
-                    error = NoNodes(f"the sandbox has had no supervisor for {now - self._no_node_since:.0f} s")
-                elif now - since > _MAX_WAIT_S:
-                    error = Overloaded(f"the call waited {_MAX_WAIT_S:g} s for a slot")
-                else:
-                    break
-                self._waiting.popleft()
-                if not granted.done():
-                    granted.set_exception(error)
+            for task in [task for task, due in self._due.items() if now > due]:
+                del self._due[task]
+                task.cancel()
+            while late := [(turn, error) for turn in self.queue.firsts() if (error := self._lateness(turn, now))]:
+                for turn, error in late:
+                    self.queue.remove(turn.client, turn)
+                    _grant(turn, error)
+            for session in list(self._sessions.values()):
+                if not session.turn.locked() and now > session.used_at + session.limits.lease_s + _LEASE_SLACK_S:
+                    del self._sessions[session.name]
+
+    def _lateness(self, turn: _Turn, now: float) -> Overloaded | None:
+        """The error of a call that waited too long."""
+        if self.node is None and now - max(turn.since, self._no_node_since) > self._no_node_s:
+            return NoNodes(f"the sandbox has had no supervisor for {now - self._no_node_since:.0f} s")
+        if now - turn.since > _MAX_WAIT_S:
+            return Overloaded(f"the call waited {_MAX_WAIT_S:g} s for a slot")
+        return None
 
     # Supervisors
 
     def _use(self, node: CodeNode) -> None:
-        self._node, self._level = node, node.level
+        self.node, self._level = node, node.level
+        _log.info("the supervisor works: %d slots, level %s (L%d)", node.num_slots, node.level, node.level.rank)
         self._grant_slots()
 
     def _lose(self, node: CodeNode, reason: str) -> None:
-        if node is not self._node:
+        if node is not self.node:
             return
-        self._node, self._no_node_since = None, asyncio.get_running_loop().time()
-        for session in self._sessions.values():
-            if session.node is node:
-                session.lost_for = session.lost_for or f"its supervisor is gone: {reason}"
+        self.node, self._no_node_since = None, asyncio.get_running_loop().time()
+        self.num_nodes_lost += 1
+        _log.warning("the supervisor is lost: %s", reason)
+        for session in list(self._sessions.values()):
+            self._end_session(session, f"its supervisor is gone: {reason}")
         self._spawn(node.close())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -342,43 +393,65 @@ class LocalSandbox(CodeService):
 
     # Sessions
 
-    def _add_session(self, name: str, node: CodeNode) -> str:
-        lost_for = "" if node is self._node else "its supervisor was lost while the session was opened"
-        self._sessions[name] = _LocalSession(node, lost_for=lost_for)
+    async def _open_session(self, limits: SessionLimits, client: str) -> str:
+        node = await self._take_slot((client, True), is_first=True)
+        with self._releasing(node):
+            name = await self._in_time("open a session", _SESSION_S, node.open_session(limits))
+            return self._add_session(name, node, limits)
+
+    def _add_session(self, name: str, node: CodeNode, limits: SessionLimits) -> str:
+        session = self._sessions[name] = _Session(name, node, limits, asyncio.get_running_loop().time())
+        if node is not self.node:
+            self._end_session(session, "its supervisor was lost while the session was opened")
         return name
 
-    def _session(self, name: str) -> _LocalSession:
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[_Session]:
+        """Wait for the turn of a cell or a fork. `SessionLost` and `NodeLost` in it end the session."""
         if self._is_closed:
             raise MachineError("the sandbox was closed; a call came after that")
         if (session := self._sessions.get(name)) is None:
             raise SessionLost(f"session {name!r} is lost: there is no such session, or it was closed")
-        return session
+        async with session.turn:
+            self._require_alive(session)
+            try:
+                yield session
+            except (SessionLost, NodeLost) as error:
+                self._end_session(session, str(error))
+                if isinstance(error, SessionLost):
+                    raise
+                raise SessionLost(f"session {name!r} is lost: {error}") from error
+            finally:
+                session.used_at = asyncio.get_running_loop().time()
 
-    def _require_alive(self, name: str, session: _LocalSession) -> None:
+    @staticmethod
+    def _require_alive(session: _Session) -> None:
         if session.lost_for:
-            raise SessionLost(f"session {name!r} is lost: {session.lost_for}")
+            raise SessionLost(f"session {session.name!r} is lost: {session.lost_for}")
 
-    def _end_session(self, name: str, session: _LocalSession, reason: str) -> None:
-        """End it, also on the supervisor."""
+    def _end_session(self, session: _Session, reason: str) -> None:
+        """End it without a request of its client, also on the supervisor."""
         if not session.lost_for:
+            self.num_sessions_lost += 1
             session.lost_for = reason
-            if session.node is self._node:
-                self._spawn(_close_quietly(session.node, name))
+            if session.node is self.node:
+                self._spawn(_close_quietly(session.node, session.name))
+
+
+def _grant(turn: _Turn, answer: CodeNode | MachineError) -> bool:
+    """Whether the call still waits."""
+    if turn.granted.done():
+        return False
+    if isinstance(answer, MachineError):
+        turn.granted.set_exception(answer)
+    else:
+        turn.granted.set_result(answer)
+    return True
 
 
 async def _close_quietly(node: CodeNode, session: str) -> None:
     with suppress(MachineError):  # it may be lost there too
         await node.close_session(session)
-
-
-@asynccontextmanager
-async def _in_time(what: str, limit_s: float) -> AsyncIterator[None]:
-    """Raise `MachineError` if the supervisor does not answer in time."""
-    try:
-        async with asyncio.timeout(limit_s):
-            yield
-    except TimeoutError as error:
-        raise MachineError(f"the supervisor did not {what} within {limit_s:g} s") from error
 
 
 @asynccontextmanager
@@ -395,20 +468,7 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
         async with LocalSandbox(config) as box:
             yield box
         return
-    from strop.sandbox.client.client import SandboxClient  # needs the extra `serve`
+    from strop.sandbox.client.client import open_services  # needs the extra `serve`
 
-    async with SandboxClient(config.url, token=token or os.environ.get(config.token_env)) as client:
-        for url, health in (await client.health()).items():
-            if not health.nodes:  # a healthy service has nodes, and lists them only for its token
-                raise UserError(
-                    f"the code service at {url} wants another token. Put its token into the"
-                    f" environment variable {config.token_env}; `strop sandbox run` also takes it from --token-file."
-                )
-            for node in health.nodes:
-                if node.level.rank < config.min_level.rank:
-                    raise UserError(
-                        f"sandbox.min_level is {config.min_level.value!r}, but the service at {url} gives"
-                        f" {node.level.value!r}. Start it with --min-level {config.min_level.value},"
-                        " or lower sandbox.min_level."
-                    )
+    async with open_services(config, token or os.environ.get(config.token_env)) as client:
         yield client

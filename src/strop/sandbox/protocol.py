@@ -223,11 +223,11 @@ class CodeService(CodeRunner, Protocol):
 
 
 class CodeNode(CodeService, Protocol):
-    """A service on one machine, which gets its work from the front."""
+    """The supervisor of one machine, as the queue before it sees it."""
 
     name: str
     level: IsolationLevel
-    # How many calls it accepts at once, which may change; others wait in the front. Three times `max_running`, so that the
+    # How many calls it accepts at once, which may change; others wait in the queue. Three times `max_running`, so that the
     # next call is ready when one ends, and one more for each that sleeps.
     num_slots: int
 

@@ -81,7 +81,7 @@ class ScriptedNode(CodeNode):
 
     Args:
         answer: a mapping from code to text or result, or a function of the request.
-        num_slots: a call beyond them raises `AssertionError`, since the front must not send it.
+        num_slots: a call beyond them raises `AssertionError`, since the queue must not send it.
         max_latency_s: the delay of an answer is drawn from [0, this] by `seed` and the request.
         fault_rate: share of requests that raise `MachineError`, drawn the same way.
     """

@@ -1,4 +1,4 @@
-"""Starts supervisors on this machine, each in a process of its own, linked to this one by a socket pair."""
+"""Starts the supervisor of this machine in a process of its own, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from strop.errors import LinkBroken, MachineError, UserError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.link import LinkTiming
-from strop.sandbox.remote_node import RemoteNode
+from strop.sandbox.node_process import NodeProcess
+from strop.sandbox.protocol import CodeNode
 
 _log = logging.getLogger(__name__)
 
-_START_S = 120.0  # imports, fork servers and a self-test, on a machine that may be busy
 _END_S = 5.0  # for its programs to end; then the supervisor is killed
 _EXIT_USER_ERROR = 2
 _MAX_LINE_BYTES = 65_536
 _MAX_LINES = 100  # of stderr, kept until the supervisor has started
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor that died is started again
-_PROVEN_S = 60.0  # a supervisor that lived longer had started well
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor is started again; doubles with each start that fails
 # A supervisor needs no other variables, and cannot leak what it does not have.
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "STROP_LOG")
 
+Spawn = Callable[[SandboxConfig, str], Awaitable[CodeNode]]
 
-async def spawn_node(config: SandboxConfig, *, name: str = "local") -> RemoteNode:
+
+async def spawn_node(config: SandboxConfig, name: str) -> CodeNode:
     """Return a supervisor that works. It ends with its link, so it never outlives this process.
 
     Raises:
@@ -55,15 +55,15 @@ async def spawn_node(config: SandboxConfig, *, name: str = "local") -> RemoteNod
     finally:
         theirs.close()
         os.close(stderr)
-    child = _Child(process, output, name)
+    child = _Child(process, output)
     try:
         reader, writer = await asyncio.open_connection(sock=ours)
-        node = await RemoteNode.accept(reader, writer, timing=LinkTiming(handshake_s=_START_S), also_close=child.end)
+        node = await NodeProcess.connect(reader, writer, name, also_close=child.end)
     except LinkBroken as error:
         await child.end()
         if process.returncode == _EXIT_USER_ERROR:
             raise UserError(child.last_error().removeprefix("error: ")) from error
-        raise MachineError(f"node {name!r} did not start: {child.last_error() or error}") from error
+        raise MachineError(f"the supervisor did not start: {child.last_error() or error}") from error
     except BaseException:
         await child.end()
         raise
@@ -72,7 +72,12 @@ async def spawn_node(config: SandboxConfig, *, name: str = "local") -> RemoteNod
 
 
 async def keep_alive(
-    node: RemoteNode, config: SandboxConfig, *, use: Callable[[RemoteNode], None], lose: Callable[[RemoteNode, str], None]
+    node: CodeNode,
+    config: SandboxConfig,
+    *,
+    spawn: Spawn,
+    use: Callable[[CodeNode], None],
+    lose: Callable[[CodeNode, str], None],
 ) -> None:
     """Start `node` again each time that it is lost, until this is cancelled.
 
@@ -80,32 +85,28 @@ async def keep_alive(
         use: called with each new node.
         lose: called with each lost node and the reason; closes the node.
     """
-    loop = asyncio.get_running_loop()
-    pause_s = _FIRST_PAUSE_S
     while True:
-        started_at = loop.time()
         lose(node, await node.wait_lost())
-        pause_s = _FIRST_PAUSE_S if loop.time() - started_at > _PROVEN_S else pause_s
+        pause_s = _FIRST_PAUSE_S  # a start takes a second, so one that dies early needs no longer pause
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
-                node = await spawn_node(config, name=node.name)
+                node = await spawn(config, node.name)
                 break
             except (MachineError, UserError, OSError) as error:
-                _log.error("node %s could not be started again, next try in %.1f s: %s", node.name, pause_s, error)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                _log.error("the supervisor could not be started again, next try in %.1f s: %s", pause_s, error)
         use(node)
 
 
 class _Child:
     """The process of a supervisor, and its stderr: kept for an error message until it has started, logged afterwards."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: int, name: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: int) -> None:
         self._process = process
-        self._name = name
         self._is_logging = False
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
-        self._reading = asyncio.create_task(self._read(output), name=f"stderr of node {name}")
+        self._reading = asyncio.create_task(self._read(output), name="stderr of the supervisor")
 
     def last_error(self) -> str:
         """The stderr from its last error on, or its last line."""
@@ -116,7 +117,7 @@ class _Child:
     def log_output(self) -> None:
         self._is_logging = True
         for line in self._lines:
-            log_line(self._name, line)
+            log_line(line)
         self._lines.clear()
 
     async def end(self) -> None:
@@ -125,7 +126,7 @@ class _Child:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         except TimeoutError:
-            _log.warning("the process of node %r did not end by itself; killing it", self._name)
+            _log.warning("the supervisor did not end by itself; killing it")
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
@@ -142,18 +143,18 @@ class _Child:
                 with contextlib.suppress(ValueError):  # a line that is too long
                     if text := (await reader.readline()).decode("utf-8", "replace").rstrip():
                         if self._is_logging:
-                            log_line(self._name, text)
+                            log_line(text)
                         else:
                             self._lines.append(text)
         finally:
             pipe.close()
 
 
-def log_line(name: str, line: str) -> None:
-    """Log a line of the stderr of node `name`, at the level that the line begins with, if it is one of its log."""
+def log_line(line: str) -> None:
+    """Log a line of the supervisor's stderr, at the level that the line begins with, if it is one of its log."""
     word, _, rest = line.partition(" ")
     level = logging.getLevelNamesMapping().get(word)
     if level is None:
-        _log.warning("node %s: %s", name, line)
+        _log.warning("supervisor: %s", line)
     else:
-        _log.log(level, "node %s: %s", name, rest)
+        _log.log(level, "supervisor: %s", rest)

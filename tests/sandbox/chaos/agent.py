@@ -39,7 +39,8 @@ class Plan:
         deeds: what is done to whom.
         pause_s: the shortest and the longest time between two acts, or between a start of the front and an act.
         stop_s: the same for how long a process is stopped that goes on later.
-        liveness_s: a front that is stopped for good is killed after so long, as its service manager would.
+        liveness_s: a front that is stopped for good is killed after so long, as its service manager would; and a supervisor,
+            which is found out earlier except while it starts.
     """
 
     deeds: tuple[tuple[Deed, Part], ...]
@@ -103,7 +104,7 @@ class Agent:
         self.acts.append(Act(deed=deed, part=part, process=process, at=time.monotonic()))
         if deed is Deed.PAUSE:
             self._spawn(process, signal.SIGCONT, after_s)
-        elif deed is Deed.FREEZE and part in (Part.FRONT, Part.JOINED):
+        elif deed is Deed.FREEZE and part in (Part.FRONT, Part.SUPERVISOR):
             self._spawn(process, signal.SIGKILL, self.plan.liveness_s)
 
     def _spawn(self, process: Process, number: signal.Signals, after_s: float) -> None:

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 import pytest
 
-FRONT_ADDRESS, NODE_ADDRESS = "192.0.2.1", "192.0.2.2"  # from the block for documentation, never used
+NEAR_ADDRESS, FAR_ADDRESS = "192.0.2.1", "192.0.2.2"  # from the block for documentation, never used
 _CLONE_NEWNET = 0x40000000
 
 _ResultT = TypeVar("_ResultT")
@@ -29,8 +29,8 @@ class Cable:
 
     def __init__(self) -> None:
         mark = secrets.token_hex(3)
-        self.front, self.node = f"strop-front-{mark}", f"strop-node-{mark}"
-        self._front_end, self._node_end = f"sf{mark}", f"sn{mark}"
+        self.near, self.far = f"strop-near-{mark}", f"strop-far-{mark}"
+        self._near_end, self._far_end = f"sf{mark}", f"sn{mark}"
 
     def __enter__(self) -> Self:
         if shutil.which("ip") is None:
@@ -49,16 +49,16 @@ class Cable:
 
     def cut(self) -> None:
         """Whatever is sent from now on is lost without a message."""
-        _ip("-n", self.node, "link", "set", self._node_end, "down")
+        _ip("-n", self.far, "link", "set", self._far_end, "down")
 
     def mend(self) -> None:
-        _ip("-n", self.node, "link", "set", self._node_end, "up")
+        _ip("-n", self.far, "link", "set", self._far_end, "up")
 
-    def run_at_front(self, work: Callable[[], _ResultT]) -> _ResultT:
-        """`work` in a thread that lives in the namespace of the front, and so does all that it starts."""
+    def run_near(self, work: Callable[[], _ResultT]) -> _ResultT:
+        """`work` in a thread that lives in the near namespace, and so does all that it starts."""
 
         def enter() -> None:
-            namespace = os.open(f"/run/netns/{self.front}", os.O_RDONLY | os.O_CLOEXEC)
+            namespace = os.open(f"/run/netns/{self.near}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
                     raise OSError(ctypes.get_errno(), "setns")
@@ -69,18 +69,18 @@ class Cable:
             return thread.submit(work).result()
 
     def _lay(self) -> None:
-        _ip("netns", "add", self.front)
-        _ip("netns", "add", self.node)
-        peer = ("type", "veth", "peer", "name", self._node_end, "netns", self.node)
-        _ip("-n", self.front, "link", "add", self._front_end, *peer)
-        ends = ((self.front, self._front_end, FRONT_ADDRESS), (self.node, self._node_end, NODE_ADDRESS))
+        _ip("netns", "add", self.near)
+        _ip("netns", "add", self.far)
+        peer = ("type", "veth", "peer", "name", self._far_end, "netns", self.far)
+        _ip("-n", self.near, "link", "add", self._near_end, *peer)
+        ends = ((self.near, self._near_end, NEAR_ADDRESS), (self.far, self._far_end, FAR_ADDRESS))
         for name, end, address in ends:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", end)
             _ip("-n", name, "link", "set", end, "up")
             _ip("-n", name, "link", "set", "lo", "up")
 
     def _remove(self) -> None:
-        for name in (self.front, self.node):
+        for name in (self.near, self.far):
             with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
                 _ip("netns", "delete", name)  # with its end of the cable, and so the other end
 

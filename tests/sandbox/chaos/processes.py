@@ -12,8 +12,7 @@ from pathlib import Path
 
 class Part(StrEnum):
     FRONT = "front"
-    NODE = "node"  # started by the front
-    JOINED = "joined node"  # `strop sandbox node --join`
+    SUPERVISOR = "supervisor"
     FORK_SERVER_OUTER = "fork server, outside its namespaces"
     FORK_SERVER_INNER = "fork server"
 
@@ -62,17 +61,13 @@ def process_of(pid: int) -> Process | None:
     return Process(pid, int(fields[19])) if fields else None
 
 
-def parts_below(root: int, own: Part) -> dict[Part, list[Process]]:
-    """Of the service whose front, or joined node, is `root`. Programs are no part of it."""
+def parts_below(root: int) -> dict[Part, list[Process]]:
+    """Of the service whose front is `root`. Programs are no part of it."""
     found: dict[Part, list[Process]] = {part: [] for part in Part}
-    _note(found[own], root)
-    nodes = [root]
-    if own is Part.FRONT:
-        nodes = [child for child in children_of(root) if "strop.sandbox.supervisor" in _command(child)]
-        for node in nodes:
-            _note(found[Part.NODE], node)
-    for node in nodes:
-        for outer in children_of(node):
+    _note(found[Part.FRONT], root)
+    for supervisor in (child for child in children_of(root) if "strop.sandbox.supervisor" in _command(child)):
+        _note(found[Part.SUPERVISOR], supervisor)
+        for outer in children_of(supervisor):
             if any(argument.endswith("/inside/boot.py") for argument in _command(outer)):
                 _note(found[Part.FORK_SERVER_OUTER], outer)
                 for inner in children_of(outer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -26,18 +27,17 @@ _START_S = 60.0
 _PAUSE_S = 0.2  # before what ended is started again
 _END_S = 40.0  # after SIGTERM; the grace of the service is 30 s
 _BURIAL_S = 5.0  # for what was killed to be gone
-_FIRST_PORT = 20_000  # below those that the kernel gives to connections
+_PORTS = itertools.count(20_000 + os.getpid() % 5000)  # below those that the kernel gives to connections
 
 
 class Service:
-    """A front with nodes of its own and others that have joined it. Use as `async with`.
+    """Use as `async with`.
 
     Args:
-        directory: for the files of its tokens and what it says.
-        num_joined: nodes that are processes of their own.
-        level: of every node.
-        host: where the front listens.
-        run_front, run_joined: a command that runs theirs, such as `ip netns exec NAME`.
+        directory: for the file of its token and what it says; made if it is not there.
+        level: of isolation.
+        host: where it listens.
+        run_front: a command that runs it, such as `ip netns exec NAME`.
         temporary: its TMPDIR.
     """
 
@@ -45,42 +45,29 @@ class Service:
         self,
         directory: Path,
         *,
-        num_local: int = 2,
-        num_joined: int = 1,
         level: str = "namespaces",
         warm: str = "bare,numpy",
         host: str = "127.0.0.1",
-        nodes_host: str = "127.0.0.1",
         run_front: Sequence[str] = (),
-        run_joined: Sequence[str] = (),
         temporary: Path | None = None,
     ) -> None:
+        directory.mkdir(exist_ok=True)
         self.log = directory / "log.txt"
-        self.num_nodes = num_local + num_joined
-        self.port, self.nodes_port = _free_ports(2)
+        self.port = _free_port()
         self.url = f"http://{host}:{self.port}"
         self.seen: set[Process] = set()  # everyone who ever was a part of it when somebody looked
-        self.num_starts = {Part.FRONT: 0, Part.JOINED: 0}
-        token, nodes_token = directory / "token", directory / "nodes-token"
+        token = directory / "token"
         token.write_text(TOKEN)
-        nodes_token.write_text(f"{TOKEN}-for-nodes")
-        common = ("--level", level, "--min-level", level, "--warm", warm)
-        self._front_command = (
+        self._command = (
             *(*run_front, *_STROP, "serve", "--host", host, "--port", str(self.port), "--token-file", str(token)),
-            *("--nodes-host", nodes_host, "--nodes-port", str(self.nodes_port), "--nodes-token-file", str(nodes_token)),
-            *("--local-nodes", str(num_local), *common),
+            *("--level", level, "--min-level", level, "--warm", warm),
         )
-        self._joined_command = (
-            *(*run_joined, *_STROP, "node", "--join", f"{nodes_host}:{self.nodes_port}", "--token-file", str(nodes_token)),
-            *common,
-        )
-        self._num_joined = num_joined
         self._has_inner = level in ("strict", "namespaces")
         self._environment = dict(os.environ) | ({} if temporary is None else {"TMPDIR": str(temporary)})
         self._is_up = asyncio.Event()
         self._is_ending = False
-        self._running: dict[Part, dict[int, asyncio.subprocess.Process]] = {Part.FRONT: {}, Part.JOINED: {}}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._front: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -96,33 +83,27 @@ class Service:
         await self.kill()
 
     async def start(self) -> None:
-        """Returns when every node is there."""
+        """Returns when it works."""
         self._is_ending = False
-        self._keepers = [asyncio.create_task(self._keep_front())]
-        await asyncio.wait_for(self._is_up.wait(), _START_S)
-        self._keepers += [asyncio.create_task(self._keep_joined()) for _ in range(self._num_joined)]
-        await self.wait_whole(within_s=_START_S)
+        self._keeper = asyncio.create_task(self._keep_front())
+        await self.wait_up()
 
     def client(self, *, patience_s: float, name: str = "") -> SandboxClient:
         return SandboxClient(self.url, token=TOKEN, client=name, patience_s=patience_s, connect_s=_START_S)
-
-    async def health(self) -> Health:
-        async with self.client(patience_s=_START_S) as client:
-            return await client.health()
 
     async def wait_up(self) -> None:
         """Returns when the front has started, and not ended since."""
         await asyncio.wait_for(self._is_up.wait(), _START_S)
 
     async def wait_whole(self, *, within_s: float) -> None:
-        """Returns when all nodes work and nothing is held."""
+        """Returns when it works and nothing is held."""
         health: Health | StropError | None = None
         try:
             async with asyncio.timeout(within_s), self.client(patience_s=within_s) as client:
                 while True:
                     try:
-                        health = await client.health()
-                        if len(health.nodes) == self.num_nodes and not health.num_held:
+                        health = (await client.health())[self.url]
+                        if health.nodes and not health.num_held:
                             return
                     except StropError as error:
                         health = error
@@ -135,11 +116,9 @@ class Service:
     async def parts(self) -> dict[Part, list[Process]]:
         """Those that live at this moment."""
         found: dict[Part, list[Process]] = {part: [] for part in Part}
-        for own, running in self._running.items():
-            for pid in list(running):
-                self.seen |= everyone_below(pid)
-                for part, processes in parts_below(pid, own).items():
-                    found[part] += processes
+        if self._front is not None:
+            self.seen |= everyone_below(self._front.pid)
+            found = parts_below(self._front.pid)
         if not self._has_inner:  # what a fork server started is then a program
             found[Part.FORK_SERVER_INNER] = []
         return found
@@ -152,13 +131,12 @@ class Service:
         """As a user does, by SIGTERM. Fails when it does not end in order, or leaves a process behind."""
         await self.parts()
         self._is_ending = True
-        for part in (Part.JOINED, Part.FRONT):
-            for process in list(self._running[part].values()):
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-                code = await asyncio.wait_for(process.wait(), _END_S)
-                assert code == 0, f"the {part} ended with {code} after SIGTERM; it said: {self.words()}"
-        await self._end_keepers()
+        if (front := self._front) is not None:
+            front.send_signal(signal.SIGCONT)
+            front.terminate()
+            code = await asyncio.wait_for(front.wait(), _END_S)
+            assert code == 0, f"it ended with {code} after SIGTERM; it said: {self.words()}"
+        await self._end_keeper()
         await self.bury()
 
     async def kill(self) -> None:
@@ -169,7 +147,7 @@ class Service:
             for process in left:
                 process.send(signal.SIGKILL)
             await asyncio.sleep(0.01)
-        await self._end_keepers()
+        await self._end_keeper()
 
     async def bury(self) -> None:
         """Fails when a process that belonged to it is alive after all of it has ended."""
@@ -178,61 +156,39 @@ class Service:
             assert asyncio.get_running_loop().time() < deadline, f"processes are left after the end of the service: {left}"
             await asyncio.sleep(0.05)
 
-    async def _end_keepers(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        for ended in await asyncio.gather(*self._keepers, return_exceptions=True):
+    async def _end_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            [ended] = await asyncio.gather(self._keeper, return_exceptions=True)
             if isinstance(ended, Exception):
                 raise ended
-        self._keepers.clear()
-        for running in self._running.values():
-            running.clear()
+        self._keeper = self._front = None
         self._is_up.clear()
 
     async def _keep_front(self) -> None:
         while not self._is_ending:
-            process = await self._start(Part.FRONT, self._front_command)
+            with self.log.open("ab") as log:
+                self._front = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+                )
+            if (known := process_of(self._front.pid)) is not None:
+                self.seen.add(known)
             announcing = asyncio.create_task(self._announce())
-            await process.wait()
+            await self._front.wait()
             announcing.cancel()
             self._is_up.clear()
-            await self._note_end(Part.FRONT, process)
+            await asyncio.sleep(0 if self._is_ending else _PAUSE_S)
 
     async def _announce(self) -> None:
-        """Once the front answers: its nodes work by then."""
+        """Once it answers: its supervisor works by then."""
         async with self.client(patience_s=_START_S) as client:
             await client.health()
             self._is_up.set()
 
-    async def _keep_joined(self) -> None:
-        while not self._is_ending:
-            await self._is_up.wait()
-            process = await self._start(Part.JOINED, self._joined_command)
-            await process.wait()
-            await self._note_end(Part.JOINED, process)
 
-    async def _start(self, part: Part, command: Sequence[str]) -> asyncio.subprocess.Process:
-        with self.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
-            )
-        self._running[part][process.pid] = process
-        self.num_starts[part] += 1
-        if (known := process_of(process.pid)) is not None:
-            self.seen.add(known)
-        return process
-
-    async def _note_end(self, part: Part, process: asyncio.subprocess.Process) -> None:
-        del self._running[part][process.pid]
-        await asyncio.sleep(0 if self._is_ending else _PAUSE_S)
-
-
-def _free_ports(num: int) -> list[int]:
-    found: list[int] = []
-    port = _FIRST_PORT + os.getpid() % 5000
-    while len(found) < num:
-        port += 1
+def _free_port() -> int:
+    for port in _PORTS:
         with socket.socket() as attempt, contextlib.suppress(OSError):
             attempt.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
+            return port
+    raise AssertionError("the ports never end")

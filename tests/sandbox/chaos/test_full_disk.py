@@ -54,7 +54,7 @@ async def serving(tmp_path: Path, small_disk: Path, level: str) -> AsyncIterator
     """The service, a client, and the small disk as this process reaches it."""
     options = f"size={_SIZE_MIB}m,nr_inodes={_NUM_FILES},mode=1777"
     mount = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o {options} none "$0" && exec "$@"', str(small_disk))
-    service = Service(tmp_path, level=level, warm="bare", num_local=1, num_joined=0, run_front=mount, temporary=small_disk)
+    service = Service(tmp_path, level=level, warm="bare", run_front=mount, temporary=small_disk)
     async with service, service.client(patience_s=60.0) as client:
         [front] = (await service.parts())[Part.FRONT]
         yield service, client, Path(f"/proc/{front.pid}/root{small_disk}")
@@ -62,7 +62,7 @@ async def serving(tmp_path: Path, small_disk: Path, level: str) -> AsyncIterator
 
 async def num_descriptors(service: Service) -> int:
     parts = await service.parts()
-    return sum(len(os.listdir(f"/proc/{process.pid}/fd")) for part in (Part.FRONT, Part.NODE) for process in parts[part])
+    return sum(len(os.listdir(f"/proc/{process.pid}/fd")) for part in (Part.FRONT, Part.SUPERVISOR) for process in parts[part])
 
 
 async def check_calls(client: SandboxClient, *, seed: int, may_fault: bool = False) -> int:

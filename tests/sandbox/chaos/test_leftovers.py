@@ -28,7 +28,7 @@ def leftovers(temporary: Path) -> set[str]:
 @pytest.mark.parametrize("level", ["namespaces", "confined"])
 def test_a_service_starts_clean_after_everything_was_killed(tmp_path: Path, level: str) -> None:
     async def scene(temporary: Path) -> None:
-        service = Service(tmp_path, level=level, warm="bare", num_local=2, num_joined=1, temporary=temporary)
+        service = Service(tmp_path, level=level, warm="bare", temporary=temporary)
         before = leftovers(temporary)
         for number in range(_NUM_DEATHS):
             await service.start()

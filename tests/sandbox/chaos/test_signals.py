@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -14,8 +15,8 @@ import pytest
 
 from strop.errors import MachineError
 from strop.sandbox import RunRequest
-from strop.sandbox.client.calls import SILENCE_S
 from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client.http_client import SILENCE_S
 
 from .agent import Agent, Deed, Plan
 from .ledger import Call, Entry, Ledger, make_calls
@@ -30,17 +31,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.sandbox, pytest.mark.timeout(300)]
 IN_FLIGHT = 96
 MAX_CALLS = 20_000  # far more than are answered before the last act
 PATIENCE_S = 60.0
-# From an act to the last attempt that it can cost: the loss of a node is noticed after 1.8 s, a fork server after 5.25 s.
+# From an act to the last attempt that it can cost: a lost supervisor is noticed after 1.8 s, a fork server after 5.25 s.
 _MISSED_S = 6.0
-_LINK_SILENCE_S = 1.8  # then what a stopped node says is heard no more
+_LINK_SILENCE_S = 1.8  # then what a stopped supervisor says is heard no more
 
 
 async def play(
-    directory: Path, plan: Plan, *, within_s: float, seed: int, fault_share: float, level: str = "namespaces"
+    directory: Path, plan: Plan, *, within_s: float, seed: int, fault_share: float, level: str = "namespaces", num: int = 1
 ) -> None:
     """Calls while an agent acts, until it has done all that is planned; then the service is whole again and ends in order.
 
     Args:
+        num: of services; the agent acts on the first one.
         within_s: every call has to be answered by then, whatever died under it.
         fault_share: of the calls, that may fail with a fault of ours: those that lost two attempts.
     """
@@ -54,9 +56,14 @@ async def play(
             asked.append(call)
             yield call
 
-    async with Service(directory, level=level) as service:
+    async with contextlib.AsyncExitStack() as opened:
+        services = [Service(directory / str(number), level=level) for number in range(num)]
+        for one in services:
+            await opened.enter_async_context(one)
+        service = services[0]
         agent = Agent(service, plan, seed)
-        async with service.client(patience_s=PATIENCE_S) as client:
+        urls = [one.url for one in services]
+        async with SandboxClient(urls, token=TOKEN, patience_s=PATIENCE_S, connect_s=PATIENCE_S) as client:
             stop = asyncio.Event()
             others = [asyncio.create_task(agent.act(stop=stop))]
             others += [asyncio.create_task(notebooks.play(client, stop=stop)) for _ in range(2)]
@@ -79,7 +86,8 @@ async def play(
             await service.wait_whole(within_s=30.0)
             await check_good_as_new(client, seed=seed)
         ending_at = time.monotonic()
-        await service.end()
+        for one in services:
+            await one.end()
         _log.info("ended in %.1f s", time.monotonic() - ending_at)
 
 
@@ -107,15 +115,20 @@ def test_a_front_that_stops(tmp_path: Path) -> None:
     asyncio.run(play(tmp_path, plan, within_s=45.0, seed=4, fault_share=0.0))
 
 
+def test_one_service_of_two_that_dies_or_stops(tmp_path: Path) -> None:
+    plan = Plan(deeds=tuple((deed, Part.FRONT) for deed in Deed), pause_s=(1.0, 3.0), stop_s=(0.5, 8.0))
+    asyncio.run(play(tmp_path, plan, within_s=30.0, seed=9, fault_share=0.0, num=2))
+
+
 def test_everything_at_once(tmp_path: Path) -> None:
     deeds = tuple((deed, part) for deed in Deed for part in Part)
     plan = Plan(deeds=deeds, pause_s=(0.1, 1.0), stop_s=(0.05, 5.0))
     asyncio.run(play(tmp_path, plan, within_s=45.0, seed=5, fault_share=0.02))
 
 
-def test_fork_servers_and_nodes_that_die_where_programs_have_no_namespaces(tmp_path: Path) -> None:
-    deeds = tuple((deed, part) for deed in Deed for part in (Part.FORK_SERVER_OUTER, Part.NODE))
-    plan = Plan(deeds=deeds, pause_s=(0.3, 1.5))
+def test_fork_servers_and_supervisors_that_die_where_programs_have_no_namespaces(tmp_path: Path) -> None:
+    deeds = tuple((deed, part) for deed in Deed for part in (Part.FORK_SERVER_OUTER, Part.SUPERVISOR))
+    plan = Plan(deeds=deeds, pause_s=(1.0, 4.0))  # a supervisor needs a second or two to start, and then some time to work
     asyncio.run(play(tmp_path, plan, within_s=30.0, seed=8, fault_share=0.02, level="confined"))
 
 
@@ -123,7 +136,7 @@ def test_calls_to_a_front_that_stays_stopped_fail_when_the_patience_with_it_ends
     reconnect_s = 5.0
 
     async def scene() -> None:
-        async with Service(tmp_path, num_local=1, num_joined=0, warm="bare") as service:
+        async with Service(tmp_path, warm="bare") as service:
             client = SandboxClient(service.url, token=TOKEN, reconnect_s=reconnect_s)
             async with client:
                 assert (await client.run(RunRequest(code="print(1)"))).text == "1\n"

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from services import echo
+import contextlib
+from collections.abc import AsyncIterator
 
+from services import Supply, echo
+
+from strop.sandbox import LocalSandbox
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.scripted import ScriptedNode
+from strop.sandbox.server.config import DispatchConfig
 from strop.sandbox.server.dispatcher import Dispatcher
 
 
 def node(name: str = "n", *, slots: int = 4, latency_s: float = 0.0, fault_rate: float = 0.0) -> ScriptedNode:
     return ScriptedNode(answer=echo, name=name, num_slots=slots, max_latency_s=latency_s, fault_rate=fault_rate)
+
+
+@contextlib.asynccontextmanager
+async def dispatching(*nodes: ScriptedNode, config: DispatchConfig | None = None) -> AsyncIterator[Dispatcher]:
+    """The first node, and each other one after the death of the one before."""
+    async with LocalSandbox(spawn=Supply(*nodes)) as box, Dispatcher(box, config) as front:
+        yield front
 
 
 def pairs(num: int) -> tuple[AnswerPair, ...]:

@@ -8,13 +8,13 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from strop.errors import StropError
-from strop.sandbox.link import LinkTiming
-from strop.sandbox.node_end import serve_node
+from strop.sandbox.link import SUPERVISOR_TIMING, LinkTiming
+from strop.sandbox.node_process import NodeProcess
 from strop.sandbox.protocol import CodeNode
-from strop.sandbox.remote_node import RemoteNode
+from strop.sandbox.supervisor.serve import serve_node
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-FAST = LinkTiming(heartbeat_s=0.05, silence_s=0.2, handshake_s=0.5)
+FAST = LinkTiming(heartbeat_s=0.05, silence_s=0.2)
 
 
 async def stream_pair() -> tuple[
@@ -32,11 +32,11 @@ async def until(condition: Callable[[], bool], *, limit_s: float = 2.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def linked(node: CodeNode, *, timing: LinkTiming | None = None) -> AsyncIterator[RemoteNode]:
-    """`node`, as the front sees it from the other end of a socket pair."""
-    front, back = await stream_pair()
-    serving = asyncio.create_task(serve_node(node, *back, timing=timing))
-    remote = await RemoteNode.accept(*front, timing=timing)
+async def linked(node: CodeNode, *, timing: LinkTiming = SUPERVISOR_TIMING) -> AsyncIterator[NodeProcess]:
+    """`node`, as its parent sees it from the other end of a socket pair."""
+    ours, theirs = await stream_pair()
+    serving = asyncio.create_task(serve_node(node, *theirs, timing=timing))
+    remote = await NodeProcess.connect(*ours, node.name, timing=timing if timing is FAST else None)
     try:
         yield remote
     finally:

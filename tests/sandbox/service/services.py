@@ -1,4 +1,4 @@
-"""A whole service over real sockets, with scripted nodes; what the tests of HTTP, client and server share."""
+"""A whole service over real sockets, with a scripted supervisor; what the tests of HTTP, client and server share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import aiohttp
 
+from strop.errors import MachineError
+from strop.sandbox import SandboxConfig
 from strop.sandbox.protocol import CodeNode, RunRequest
 from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.server.config import DispatchConfig, ServeConfig
@@ -23,13 +25,31 @@ def scripted(name: str = "n", *, slots: int = 8, latency_s: float = 0.0, fault_r
     return ScriptedNode(answer=echo, name=name, num_slots=slots, max_latency_s=latency_s, fault_rate=fault_rate)
 
 
+class Supply:
+    """Spawns these nodes, one after another; more may be added later."""
+
+    def __init__(self, *nodes: CodeNode) -> None:
+        self.nodes = list(nodes)
+
+    async def __call__(self, config: SandboxConfig, name: str) -> CodeNode:
+        if not self.nodes:
+            raise MachineError("there is no other supervisor")
+        return self.nodes.pop(0)
+
+
+def dead() -> ScriptedNode:
+    """A node that dies as soon as it has started."""
+    node = scripted()
+    node.die()
+    return node
+
+
 @contextlib.asynccontextmanager
-async def serving(*nodes: CodeNode, dispatch: DispatchConfig | None = None, **settings: Any) -> AsyncIterator[CodeServer]:
-    settings = {"port": 0, "grace_s": 0.2} | settings
-    config = ServeConfig(num_local_nodes=0, **settings)
-    async with CodeServer(config, dispatch) as server:
-        for node in nodes:
-            server.dispatcher.add_node(node)
+async def serving(
+    node: CodeNode | Supply, *, dispatch: DispatchConfig | None = None, **settings: Any
+) -> AsyncIterator[CodeServer]:
+    spawn = node if isinstance(node, Supply) else Supply(node)
+    async with CodeServer(ServeConfig(**{"port": 0, "grace_s": 0.2} | settings), dispatch, spawn=spawn) as server:
         yield server
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 import pytest
 from links import until
 from relay import Relay, relayed
-from services import echo, scripted, serving
+from services import Supply, dead, echo, scripted, serving
 
 from strop.deadline import deadline
 from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, UserError
@@ -293,8 +293,8 @@ def test_a_service_without_nodes_is_waited_for_with_a_line_in_the_log_and_not_fo
         ]
 
     async def play() -> None:
-        async with serving(dispatch=DispatchConfig(no_node_s=0.1)) as server:
-            await asyncio.sleep(0.2)
+        supply = Supply(dead())
+        async with serving(supply, dispatch=DispatchConfig(no_node_s=0.1)) as server:
             async with SandboxClient(server.url, no_node_s=0.5) as client:
                 failures = await asyncio.wait_for(asyncio.gather(*works(client), return_exceptions=True), 5)
             for failure in failures:
@@ -304,8 +304,8 @@ def test_a_service_without_nodes_is_waited_for_with_a_line_in_the_log_and_not_fo
             async with SandboxClient(server.url) as client:
                 waiting = asyncio.gather(*works(client))
                 await asyncio.sleep(0.5)
-                server.dispatcher.add_node(scripted())
-                run, *_ = await asyncio.wait_for(waiting, 5)
+                supply.nodes.append(scripted())
+                run, *_ = await asyncio.wait_for(waiting, 15)
                 assert run.text == "ran x"
 
     asyncio.run(play())

@@ -9,55 +9,48 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from dispatching import judged, node, pairs
+from dispatching import dispatching, judged, node, pairs
 from links import until
 from services import echo
 
 from strop.errors import MachineError, Overloaded, SessionLost
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunRequest, RunResult, SessionLimits, VerifyRequest
-from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.server.config import DispatchConfig
-from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.jobs import Answer
+from strop.sandbox.server.dispatcher import Answer
 
 
-def test_every_call_is_answered_once_while_nodes_join_drain_fail_and_die() -> None:
-    """The ledger is exact: an answer for each call, its own, and no call on more than two nodes."""
+def test_every_call_is_answered_once_while_supervisors_die() -> None:
+    """The ledger is exact: an answer for each call, its own, and no call on more than two supervisors."""
 
     async def play() -> None:
         draw = random.Random(5)
         answers: dict[str, list[Answer]] = {}
-        async with Dispatcher() as front:
-            nodes = [node(f"n{number}", slots=draw.randint(1, 9), latency_s=0.01) for number in range(6)]
-            for first in nodes[:3]:
-                front.add_node(first)
+        nodes = [node(f"n{number}", slots=draw.randint(20, 60), latency_s=0.01) for number in range(4)]
+        async with dispatching(*nodes) as front:
             requests = [RunRequest(code=str(number), seed=number) for number in range(3000)]
             for request in requests:
                 answers[request.code] = []
                 front.submit(request, answers[request.code].append, client=f"client {draw.randint(0, 4)}")
-            await until(lambda: nodes[0].num_in_flight > 0)
-            nodes[0].die()
-            front.add_node(nodes[3])
-            await asyncio.sleep(0.1)
-            draining = asyncio.create_task(front.drain_node(nodes[1]))
-            front.add_node(nodes[4])
-            nodes[2].die()
-            await asyncio.sleep(0.1)
-            front.add_node(nodes[5])
+            for one in nodes[:3]:
+                await until(lambda: len(one.requests) > 200)  # noqa: B023
+                one.die()
             await asyncio.wait_for(front.admission.wait_empty(), 20)
-            await draining
+            num_retries = front.box.num_retries
         results = [answers[request.code] for request in requests]
         assert all(len(given) == 1 for given in results)
+        firsts = [given[0] for given in results]
+        internal = [one for one in firsts if isinstance(one, RunResult) and one.outcome is RunOutcome.INTERNAL]
+        assert len(internal) < 60  # those that lost two
         assert all(
-            isinstance(given[0], RunResult) and given[0].text == echo(request)
-            for given, request in zip(results, requests, strict=True)
+            one in internal or (isinstance(one, RunResult) and one.text == echo(request))
+            for one, request in zip(firsts, requests, strict=True)
         )
         starts = Counter(request.code for one in nodes for request in one.requests)
         assert set(starts) == {request.code for request in requests}
         assert max(starts.values()) <= 2
-        assert sum(starts.values()) == 3000 + front.tally.num_retries
-        assert front.tally.num_retries > 0
-        assert front.tally.outcomes == {RunOutcome.STDOUT: 3000}
+        assert sum(starts.values()) == 3000 + num_retries
+        assert num_retries > 0
+        assert front.tally.outcomes.total() == 3000
 
     asyncio.run(play())
 
@@ -65,12 +58,11 @@ def test_every_call_is_answered_once_while_nodes_join_drain_fail_and_die() -> No
 def test_who_submits_a_call_is_told_once_when_a_node_takes_it() -> None:
     async def play() -> None:
         started: list[str] = []
-        async with Dispatcher() as front:
-            front.add_node(node(slots=1, latency_s=60))
+        async with dispatching(node(slots=1, latency_s=60)) as front:
             for name, call_id in (("first", "a"), ("second", "b"), ("first again", "a"), ("second again", "b")):
                 request = RunRequest(code=call_id, id=call_id)
                 front.submit(request, lambda answer: None, on_start=partial(started.append, name))
-            assert started == ["first", "first again"]
+            await until(lambda: len(started) == 2)
             front.cancel("a")
             await until(lambda: len(started) > 2)
             front.submit(RunRequest(code="x", wall_s=-1.0), lambda answer: None, on_start=pytest.fail)
@@ -81,8 +73,7 @@ def test_who_submits_a_call_is_told_once_when_a_node_takes_it() -> None:
 
 def test_a_lone_call_overtakes_what_another_client_has_queued() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            front.add_node(node(slots=2, latency_s=0.02))
+        async with dispatching(node(slots=2, latency_s=0.02)) as front:
             many = [
                 asyncio.create_task(front.run(RunRequest(code=str(number), seed=number), client="many"))
                 for number in range(5000)
@@ -96,7 +87,7 @@ def test_a_lone_call_overtakes_what_another_client_has_queued() -> None:
                 task.cancel()
             await asyncio.wait(many)
             assert front.admission.held.num == 0
-            await until(lambda: front.floor.num_running == 0)
+            await until(lambda: front.box.num_running == 0)
 
     asyncio.run(play())
 
@@ -104,9 +95,8 @@ def test_a_lone_call_overtakes_what_another_client_has_queued() -> None:
 def test_calls_beyond_what_may_be_held_are_overloaded_and_never_reach_a_node() -> None:
     async def play() -> None:
         config = DispatchConfig(max_held=100, client_share=0.5)
-        async with Dispatcher(config) as front:
-            one = node(slots=2, latency_s=0.05)
-            front.add_node(one)
+        one = node(slots=2, latency_s=0.05)
+        async with dispatching(one, config=config) as front:
             greedy = [
                 asyncio.create_task(front.run(RunRequest(code=f"g{number}", seed=number), client="greedy"))
                 for number in range(80)
@@ -124,8 +114,7 @@ def test_calls_beyond_what_may_be_held_are_overloaded_and_never_reach_a_node() -
 def test_bytes_are_bounded_as_well_as_calls() -> None:
     async def play() -> None:
         config = DispatchConfig(max_held_bytes=1_000_000, client_share=1.0)
-        async with Dispatcher(config) as front:
-            front.add_node(node(slots=1, latency_s=0.01))
+        async with dispatching(node(slots=1, latency_s=0.01), config=config) as front:
             tasks = [asyncio.create_task(front.run(RunRequest(code="#" * 200_000, seed=number))) for number in range(8)]
             outcomes = Counter(result.outcome for result in await asyncio.gather(*tasks))
             assert outcomes == {RunOutcome.STDOUT: 4, RunOutcome.OVERLOADED: 4}
@@ -154,9 +143,8 @@ def test_bytes_are_bounded_as_well_as_calls() -> None:
 )
 def test_a_request_over_a_limit_is_rejected_with_its_reason(request_: RunRequest, reason: str) -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            one = node()
-            front.add_node(one)
+        one = node()
+        async with dispatching(one) as front:
             result = await front.run(request_)
             assert result.outcome is RunOutcome.REJECTED
             assert reason in result.reason
@@ -166,38 +154,10 @@ def test_a_request_over_a_limit_is_rejected_with_its_reason(request_: RunRequest
     asyncio.run(play())
 
 
-def test_queue_time_is_reported_and_no_part_of_the_limit() -> None:
-    async def play() -> None:
-        async with Dispatcher(DispatchConfig(answer_grace_s=0.1)) as front:
-            front.add_node(ScriptedNode(answer=echo, num_slots=1, max_latency_s=0.2))
-            results = await asyncio.gather(
-                *(front.run(RunRequest(code=str(number), seed=number, wall_s=0.2)) for number in range(20))
-            )
-            assert max(result.timings.queue_s for result in results) > 1.0
-            assert {result.outcome for result in results} == {RunOutcome.STDOUT}
-
-    asyncio.run(play())
-
-
-def test_a_call_that_waits_longer_than_it_may_is_overloaded() -> None:
-    async def play() -> None:
-        async with Dispatcher(DispatchConfig(max_wait_s=0.5)) as front:
-            front.add_node(node(slots=1, latency_s=60))
-            running = asyncio.create_task(front.run(RunRequest(code="running")))
-            await asyncio.sleep(0)
-            result = await asyncio.wait_for(front.run(RunRequest(code="waiting")), 3)
-            assert result.outcome is RunOutcome.OVERLOADED
-            assert not running.done()
-            running.cancel()
-
-    asyncio.run(play())
-
-
 def test_a_caller_who_leaves_frees_the_slot() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            one = node(slots=1, latency_s=60)
-            front.add_node(one)
+        one = node(slots=1, latency_s=60)
+        async with dispatching(one) as front:
             tasks = [asyncio.create_task(front.run(RunRequest(code=str(number)))) for number in range(3)]
             await until(lambda: one.num_in_flight == 1)
             tasks[0].cancel()
@@ -215,8 +175,7 @@ def test_a_caller_who_leaves_frees_the_slot() -> None:
 
 def test_a_front_that_finishes_ends_what_it_has_and_takes_nothing_new() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            front.add_node(node(slots=2, latency_s=0.05))
+        async with dispatching(node(slots=2, latency_s=0.05)) as front:
             calls = [asyncio.create_task(front.run(RunRequest(code=str(n), seed=n))) for n in range(20)]
             await asyncio.sleep(0)
             finishing = asyncio.create_task(front.finish(grace_s=10))
@@ -232,23 +191,22 @@ def test_a_front_that_finishes_ends_what_it_has_and_takes_nothing_new() -> None:
 
 def test_closing_answers_every_call_that_is_left() -> None:
     async def play() -> None:
-        front = Dispatcher()
         one = node(slots=2, latency_s=60)
-        front.add_node(one)
-        session = await front.open_session(SessionLimits())
-        calls = [asyncio.create_task(front.run(RunRequest(code=str(n)))) for n in range(5)]
-        cell = asyncio.create_task(front.run(RunRequest(code="cell", session=session)))
-        comparing = asyncio.create_task(judged(front, VerifyRequest(pairs=pairs(2))))
-        await until(lambda: one.num_in_flight == 2)
-        await front.finish(grace_s=0.05)
-        await front.close()
-        await front.close()
-        assert {result.outcome for result in await asyncio.gather(*calls)} == {RunOutcome.INTERNAL}
-        assert set((await comparing).values()) == {PairVerdict.INTERNAL}
-        with pytest.raises(SessionLost):
-            await cell
-        with pytest.raises(MachineError, match="closed"):
-            await front.run(RunRequest(code="later"))
-        assert front.admission.held.num == 0
+        async with dispatching(one) as front:
+            session = await front.open_session(SessionLimits())
+            calls = [asyncio.create_task(front.run(RunRequest(code=str(n)))) for n in range(5)]
+            cell = asyncio.create_task(front.run(RunRequest(code="cell", session=session)))
+            comparing = asyncio.create_task(judged(front, VerifyRequest(pairs=pairs(2))))
+            await until(lambda: one.num_in_flight == 2)
+            await front.finish(grace_s=0.05)
+            await front.close()
+            await front.close()
+            assert {result.outcome for result in await asyncio.gather(*calls)} == {RunOutcome.INTERNAL}
+            assert set((await comparing).values()) == {PairVerdict.INTERNAL}
+            with pytest.raises(SessionLost):
+                await cell
+            with pytest.raises(MachineError, match="closed"):
+                await front.run(RunRequest(code="later"))
+            assert front.admission.held.num == 0
 
     asyncio.run(play())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dispatching import node
+from dispatching import dispatching, node
 from links import until
 from services import echo
 
@@ -12,15 +12,13 @@ from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
 from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.server.config import DispatchConfig
-from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.jobs import Answer
+from strop.sandbox.server.dispatcher import Answer
 
 
 def test_two_requests_with_one_id_are_one_call_also_later() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            one = node(latency_s=0.05)
-            front.add_node(one)
+        one = node(latency_s=0.05)
+        async with dispatching(one) as front:
             request = RunRequest(code="x", id="7")
             first, second = await asyncio.gather(front.run(request, client="a"), front.run(request, client="a"))
             third = await front.run(request, client="a")
@@ -36,15 +34,14 @@ def test_two_requests_with_one_id_are_one_call_also_later() -> None:
 
 def test_answers_are_kept_for_a_bounded_time_and_in_bounded_number() -> None:
     async def play() -> None:
-        async with Dispatcher(DispatchConfig(keep_s=0.3, max_kept=10, max_kept_bytes=6000)) as front:
-            one = node(slots=100)
-            front.add_node(one)
+        one = node(slots=100)
+        async with dispatching(one, config=DispatchConfig(keep_s=0.3, max_kept=10, max_kept_bytes=6000)) as front:
             for number in range(30):
                 await front.run(RunRequest(code=str(number), id=str(number)))
-            assert len(front.runs.kept) == 10
+            assert len(front.kept) == 10
             await front.run(RunRequest(code="x" * 4000, id="large"))
-            assert front.runs.kept.num_bytes <= 6000
-            await until(lambda: len(front.runs.kept) == 0)
+            assert front.kept.num_bytes <= 6000
+            await until(lambda: len(front.kept) == 0)
             await front.run(RunRequest(code="29", id="29"))
             assert one.requests[-1].code == "29"
 
@@ -53,9 +50,8 @@ def test_answers_are_kept_for_a_bounded_time_and_in_bounded_number() -> None:
 
 def test_a_call_with_an_id_outlives_a_lost_connection_for_its_client_to_come_back() -> None:
     async def play() -> None:
-        async with Dispatcher(DispatchConfig(linger_s=0.5)) as front:
-            one = ScriptedNode(answer=echo, max_latency_s=0.4)
-            front.add_node(one)
+        one = ScriptedNode(answer=echo, max_latency_s=0.4)
+        async with dispatching(one, config=DispatchConfig(linger_s=0.5)) as front:
             request = RunRequest(code="x", id="7")
             answers: list[Answer] = []
             leave = front.submit(request, answers.append, client="a")
@@ -70,9 +66,8 @@ def test_a_call_with_an_id_outlives_a_lost_connection_for_its_client_to_come_bac
 
 def test_a_call_whose_client_does_not_come_back_is_cancelled() -> None:
     async def play() -> None:
-        async with Dispatcher(DispatchConfig(linger_s=0.2)) as front:
-            one = node(latency_s=60)
-            front.add_node(one)
+        one = node(latency_s=60)
+        async with dispatching(one, config=DispatchConfig(linger_s=0.2)) as front:
             for request in (RunRequest(code="x", id="7"), RunRequest(code="y")):
                 leave = front.submit(request, lambda answer: None)
                 assert leave is not None
@@ -86,9 +81,8 @@ def test_a_call_whose_client_does_not_come_back_is_cancelled() -> None:
 
 def test_a_call_is_cancelled_by_its_id_by_its_own_client_alone() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            one = node(latency_s=60)
-            front.add_node(one)
+        one = node(latency_s=60)
+        async with dispatching(one) as front:
             told: list[Answer] = []
             front.submit(RunRequest(code="x", id="7"), told.append, client="a")
             await until(lambda: one.num_in_flight == 1)

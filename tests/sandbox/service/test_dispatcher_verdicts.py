@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from dispatching import judged, node, pairs
+from dispatching import dispatching, judged, node, pairs
 from links import until
 
 from strop.errors import UserError
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
-from strop.sandbox.server.dispatcher import Dispatcher
 
 
 def test_pairs_are_spread_over_slots() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            one = node(slots=2, latency_s=0.001)
-            front.add_node(one)
+        one = node(slots=2, latency_s=0.001)
+        async with dispatching(one) as front:
             verdicts = await judged(front, VerifyRequest(pairs=pairs(64)))
             assert one.num_verify_calls == 2  # 32 each
             assert verdicts == {n: PairVerdict.EQUAL if n % 2 else PairVerdict.UNEQUAL for n in range(64)}
@@ -29,27 +27,9 @@ def test_pairs_are_spread_over_slots() -> None:
     asyncio.run(play())
 
 
-def test_pairs_without_a_verdict_are_judged_once_more_when_their_node_dies() -> None:
-    async def play() -> None:
-        async with Dispatcher() as front:
-            first, second = node("first", slots=1, latency_s=0.01), node("second", slots=8)
-            front.add_node(first)
-            verdicts: dict[int, PairVerdict] = {}
-            async for index, verdict in front.verify(VerifyRequest(pairs=pairs(40))):
-                assert index not in verdicts
-                verdicts[index] = verdict
-                if len(verdicts) == 5:
-                    front.add_node(second)
-                    first.die()
-            assert verdicts == {n: PairVerdict.EQUAL if n % 2 else PairVerdict.UNEQUAL for n in range(40)}
-
-    asyncio.run(play())
-
-
 def test_answers_without_an_encoding_or_a_bearable_length_are_unreadable_alone() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            front.add_node(node())
+        async with dispatching(node()) as front:
             odd = (
                 AnswerPair(gold="\ud800", answer="1"),
                 AnswerPair(gold="1", answer="1"),
@@ -65,9 +45,8 @@ def test_answers_without_an_encoding_or_a_bearable_length_are_unreadable_alone()
 
 def test_a_reader_of_verdicts_who_leaves_withdraws_the_rest() -> None:
     async def play() -> None:
-        async with Dispatcher() as front:
-            one = node(slots=1, latency_s=0.01)
-            front.add_node(one)
+        one = node(slots=1, latency_s=0.01)
+        async with dispatching(one) as front:
             verdicts = front.verify(VerifyRequest(pairs=pairs(600)))
             await anext(verdicts)
             await verdicts.aclose()

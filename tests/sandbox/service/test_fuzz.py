@@ -18,13 +18,13 @@ from services import echo, scripted, serving
 
 from strop.errors import LinkBroken, NodeLost, StropError
 from strop.sandbox.client.client import SandboxClient
-from strop.sandbox.link import Failed, Failure, FrameDecoder, Hello, Message, Ran, Run, Welcome, decode, encode
-from strop.sandbox.node_end import serve_node
+from strop.sandbox.link import Failed, Failure, FrameDecoder, Hello, Message, Ran, Run, decode, encode
+from strop.sandbox.node_process import NodeProcess
 from strop.sandbox.protocol import RunRequest
-from strop.sandbox.remote_node import RemoteNode
 from strop.sandbox.scripted import ScriptedNode, scripted_result
 from strop.sandbox.server.config import DispatchConfig
 from strop.sandbox.server.ndjson import LineSplitter, RunLine, TooLong, Unreadable, read_run_line
+from strop.sandbox.supervisor.serve import serve_node
 
 slow_ok = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -60,7 +60,7 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-# Frames between node and front
+# Frames between the supervisor and its parent
 
 
 @given(run_requests)
@@ -82,7 +82,7 @@ def test_every_request_arrives_as_it_was_sent_or_is_refused_before(request: RunR
 def test_frames_are_found_however_their_bytes_are_cut(bodies: list[bytes], data: st.DataObject) -> None:
     wire = b"".join(map(framed, bodies))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=12)))
-    decoder = FrameDecoder(30)
+    decoder = FrameDecoder()
     found = [
         frame for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True) for frame in decoder.feed(wire[start:end])
     ]
@@ -106,7 +106,7 @@ def test_a_front_that_sends_anything_ends_its_link_and_leaves_nothing_behind(bod
         node = ScriptedNode(answer=echo, num_slots=100)
         (reader, writer), back = await stream_pair()
         serving_ = asyncio.create_task(serve_node(node, *back, timing=FAST))
-        writer.write(encode(Welcome()) + b"".join(map(framed, bodies)) + tail)
+        writer.write(b"".join(map(framed, bodies)) + tail)
         writer.write_eof()
         with pytest.raises(LinkBroken):
             await asyncio.wait_for(serving_, 2)
@@ -123,8 +123,8 @@ def test_a_front_that_sends_anything_ends_its_link_and_leaves_nothing_behind(bod
 def test_a_node_that_sends_anything_answers_no_call_with_what_is_no_answer_to_it(bodies: list[bytes]) -> None:
     async def play() -> None:
         front, (reader, writer) = await stream_pair()
-        writer.write(encode(Hello(protocol=1, token="", name="n", level=scripted().level, num_slots=4)))
-        remote = await RemoteNode.accept(*front, timing=FAST)
+        writer.write(encode(Hello(level=scripted().level, num_slots=4)))
+        remote = await NodeProcess.connect(*front, "n", timing=FAST)
         calls = [asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(3)]
         await asyncio.sleep(0)
         messages: list[Message] = []
@@ -157,8 +157,8 @@ def test_answers_find_their_calls_in_any_order_though_some_were_given_up_and_som
 ) -> None:
     async def play() -> None:
         front, (reader, writer) = await stream_pair()
-        writer.write(encode(Hello(protocol=1, token="", name="n", level=scripted().level, num_slots=9)))
-        remote = await RemoteNode.accept(*front)
+        writer.write(encode(Hello(level=scripted().level, num_slots=9)))
+        remote = await NodeProcess.connect(*front, "n")
         calls = {number: asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(1, 7)}
         await asyncio.sleep(0)
         for number in given_up:

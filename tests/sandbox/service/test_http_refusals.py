@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from pydantic import ValidationError
-from services import answers_by_key, asking, run_lines, scripted, serving
+from services import answers_by_key, asking, dead, run_lines, scripted, serving
 
 from strop.sandbox.server import http as http_front
 from strop.sandbox.server.config import DispatchConfig, ServeConfig
@@ -112,8 +112,7 @@ def test_who_has_no_token_learns_nothing_but_that_the_service_lives() -> None:
 
 def test_a_service_without_nodes_says_so_and_when_to_come_again() -> None:
     async def play() -> None:
-        async with serving(dispatch=DispatchConfig(no_node_s=0.1)) as server, asking(server) as http:
-            await asyncio.sleep(0.2)
+        async with serving(dead(), dispatch=DispatchConfig(no_node_s=0.1)) as server, asking(server) as http:
             for path, body in (
                 ("/v1/run", {"code": "x"}),
                 ("/v1/tests", {"code": "x", "tests": [{"stdin": "", "expected": ""}]}),
@@ -129,7 +128,7 @@ def test_a_service_without_nodes_says_so_and_when_to_come_again() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"nodes_port": 0, "nodes_host": "::"}, {"token": "short"}])
+@pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"host": "::"}, {"token": "short"}])
 def test_a_service_that_others_could_reach_is_refused_without_a_good_token(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="token"):
         ServeConfig.model_validate(settings)

@@ -1,4 +1,4 @@
-"""A link between a node and the front: every call gets its own answer or a typed error, whatever comes over the wire."""
+"""The link to the supervisor: every call gets its own answer or a typed error, whatever comes over it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from links import FAST, linked, stream_pair, until
 
 from strop.errors import LinkBroken, NodeLost, SessionLost, UserError
-from strop.sandbox.link import Ran, Welcome, encode
-from strop.sandbox.node_end import serve_node
+from strop.sandbox.link import Ran, encode
+from strop.sandbox.node_process import NodeProcess
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
-from strop.sandbox.remote_node import RemoteNode
 from strop.sandbox.scripted import ScriptedNode, scripted_result
+from strop.sandbox.supervisor.serve import serve_node
 
 
 def echo(request: RunRequest) -> str:
@@ -59,7 +59,7 @@ def test_an_answer_to_a_call_that_is_no_longer_awaited_is_dropped() -> None:
     async def play() -> None:
         front, (reader, writer) = await stream_pair()
         writer.write(frame(json.dumps(HELLO).encode()))
-        remote = await RemoteNode.accept(*front)
+        remote = await NodeProcess.connect(*front, "n")
         first = asyncio.create_task(remote.run(RunRequest(code="first")))
         await asyncio.sleep(0.01)
         first.cancel()
@@ -76,19 +76,22 @@ def test_an_answer_to_a_call_that_is_no_longer_awaited_is_dropped() -> None:
     asyncio.run(play())
 
 
-def test_a_dead_node_fails_every_call_in_flight_and_every_later_one() -> None:
+def test_a_link_that_breaks_fails_every_call_in_flight_and_every_later_one() -> None:
     async def play() -> None:
         node = ScriptedNode(answer=echo, num_slots=8, max_latency_s=60)
-        async with linked(node) as remote:
-            calls = [asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(5)]
-            verifying = asyncio.create_task(collect(remote, VerifyRequest(pairs=(AnswerPair(gold="1", answer="1"),))))
-            await until(lambda: node.num_in_flight == 6)
-            node.die("power cut")
-            assert "power cut" in await asyncio.wait_for(remote.wait_lost(), 1)
-            failures = await asyncio.gather(*calls, verifying, return_exceptions=True)
-            assert [type(failure) for failure in failures] == [NodeLost] * 6
-            with pytest.raises(NodeLost, match="power cut"):
-                await remote.run(RunRequest(code="later"))
+        ours, theirs = await stream_pair()
+        serving = asyncio.create_task(serve_node(node, *theirs))
+        remote = await NodeProcess.connect(*ours, "n")
+        calls = [asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(5)]
+        verifying = asyncio.create_task(collect(remote, VerifyRequest(pairs=(AnswerPair(gold="1", answer="1"),))))
+        await until(lambda: node.num_in_flight == 6)
+        serving.cancel()
+        assert "hung up" in await asyncio.wait_for(remote.wait_lost(), 1)
+        failures = await asyncio.gather(*calls, verifying, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [NodeLost] * 6
+        with pytest.raises(NodeLost, match="hung up"):
+            await remote.run(RunRequest(code="later"))
+        await until(lambda: node.num_in_flight == 0)
 
     asyncio.run(play())
 
@@ -97,7 +100,7 @@ def test_a_silent_node_is_noticed_within_two_seconds() -> None:
     async def play() -> None:
         front, (_, writer) = await stream_pair()
         writer.write(frame(json.dumps(HELLO).encode()))  # and then never a heartbeat
-        remote = await RemoteNode.accept(*front)
+        remote = await NodeProcess.connect(*front, "n")
         started_at = time.monotonic()
         with pytest.raises(NodeLost, match="silent"):
             await remote.run(RunRequest(code="x"))
@@ -173,19 +176,7 @@ def test_an_answer_that_has_no_encoding_fails_that_call_alone() -> None:
     asyncio.run(play())
 
 
-def test_a_wrong_token_is_refused_and_the_node_is_told() -> None:
-    async def play() -> None:
-        front, back = await stream_pair()
-        serving = asyncio.create_task(serve_node(ScriptedNode(answer=echo), *back, token="wrong"))
-        with pytest.raises(LinkBroken, match="token"):
-            await RemoteNode.accept(*front, token="right")
-        with pytest.raises(UserError, match="token"):
-            await serving
-
-    asyncio.run(play())
-
-
-HELLO = {"kind": "hello", "protocol": 1, "token": "", "name": "n", "level": "namespaces", "num_slots": 2}
+HELLO = {"kind": "hello", "level": "namespaces", "num_slots": 2}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +187,6 @@ HELLO = {"kind": "hello", "protocol": 1, "token": "", "name": "n", "level": "nam
         frame(b"\xff\xfe"),
         frame(b""),
         frame(b"[" * 9000),
-        frame(json.dumps(HELLO | {"protocol": 99}).encode()),
         frame(json.dumps(HELLO | {"num_slots": 0}).encode()),
         frame(json.dumps(HELLO | {"extra": 1}).encode()),
         frame(b'{"kind": "ping"}'),
@@ -210,7 +200,7 @@ def test_what_is_no_hello_is_refused_with_a_typed_error(first: bytes) -> None:
         writer.write(first)
         writer.write_eof()
         with pytest.raises(LinkBroken):
-            await RemoteNode.accept(*front, timing=FAST)
+            await NodeProcess.connect(*front, "n", timing=FAST)
         await asyncio.wait_for(reader.read(), 1)  # closed
         writer.close()
 
@@ -222,7 +212,6 @@ def test_what_is_no_hello_is_refused_with_a_typed_error(first: bytes) -> None:
     [
         frame(b"{}"),
         frame(b'{"kind": "ran", "call": 1}'),
-        frame(b'{"kind": "welcome"}'),
         frame(b'{"kind": "judged_all", "call": 1}'),
         frame(b'{"kind": "session_is", "call": 1, "session": "s"}'),
         frame(b'{"kind": "failed", "call": 7, "failure": "machine", "reason": "never asked"}'),
@@ -234,7 +223,7 @@ def test_garbage_from_a_node_loses_that_node_and_fails_its_calls(garbage: bytes)
     async def play() -> None:
         front, (reader, writer) = await stream_pair()
         writer.write(frame(json.dumps(HELLO).encode()))
-        remote = await RemoteNode.accept(*front)
+        remote = await NodeProcess.connect(*front, "n")
         call = asyncio.create_task(remote.run(RunRequest(code="x")))
         await asyncio.sleep(0)
         writer.write(garbage)
@@ -247,13 +236,13 @@ def test_garbage_from_a_node_loses_that_node_and_fails_its_calls(garbage: bytes)
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("garbage", [frame(b"{}"), frame(b'{"kind": "draining"}'), b"\0\0", struct.pack(">I", 0xFFFFFFFF)])
+@pytest.mark.parametrize("garbage", [frame(b"{}"), frame(b'{"kind": "slots", "num_slots": 1}'), b"\0\0", b"\xff\xff\xff\xff"])
 def test_a_node_whose_front_talks_nonsense_or_hangs_up_stops_every_program(garbage: bytes) -> None:
     async def play() -> None:
         node = ScriptedNode(answer=echo, max_latency_s=60)
         (_, writer), back = await stream_pair()
         serving = asyncio.create_task(serve_node(node, *back))
-        writer.write(encode(Welcome()) + frame(b'{"kind": "run", "call": 1, "request": {"code": "x"}}'))
+        writer.write(frame(b'{"kind": "run", "call": 1, "request": {"code": "x"}}'))
         await until(lambda: node.num_in_flight == 1)
         writer.write(garbage)
         writer.write_eof()
@@ -265,22 +254,5 @@ def test_a_node_whose_front_talks_nonsense_or_hangs_up_stops_every_program(garba
     asyncio.run(play())
 
 
-def test_a_draining_node_tells_the_front_and_ends_what_it_has() -> None:
-    async def play() -> None:
-        front, back = await stream_pair()
-        draining = asyncio.Event()
-        serving = asyncio.create_task(serve_node(ScriptedNode(answer=echo, max_latency_s=0.1), *back, draining=draining))
-        remote = await RemoteNode.accept(*front)
-        call = asyncio.create_task(remote.run(RunRequest(code="x")))
-        await asyncio.sleep(0.01)
-        draining.set()
-        await asyncio.wait_for(remote.wait_draining(), 1)
-        assert (await call).text == "ran x with "
-        await remote.close()
-        assert "let it go" in await serving
-
-    asyncio.run(play())
-
-
-async def collect(remote: RemoteNode, request: VerifyRequest) -> list[tuple[int, PairVerdict]]:
+async def collect(remote: NodeProcess, request: VerifyRequest) -> list[tuple[int, PairVerdict]]:
     return [judged async for judged in remote.verify(request)]

@@ -9,39 +9,27 @@ from typing import Any
 import pytest
 from dispatching import node, pairs
 from links import until
+from services import Supply
 
 from strop.deadline import deadline
 from strop.errors import MachineError, NodeLost, NoNodes, SessionLost, UserError
-from strop.sandbox import LocalSandbox, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest, local, spawn
+from strop.sandbox import LocalSandbox, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest, local
 from strop.sandbox.scripted import ScriptedNode
 
 Play = Callable[[LocalSandbox], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture
-def play_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def play_with(play: Play, *nodes: ScriptedNode, no_node_s: float = 30.0) -> None:
     """Play with a sandbox whose supervisors are these nodes, each after the death of the one before."""
 
-    def start(play: Play, *nodes: ScriptedNode) -> None:
-        following = iter(nodes)
+    async def main() -> None:
+        async with LocalSandbox(spawn=Supply(*nodes), no_node_s=no_node_s) as box:
+            await play(box)
 
-        async def spawn_node(*arguments: Any, **options: Any) -> ScriptedNode:
-            if (following_node := next(following, None)) is None:
-                raise MachineError("there is no other supervisor")
-            return following_node
-
-        async def main() -> None:
-            async with LocalSandbox() as box:
-                await play(box)
-
-        for module in (local, spawn):
-            monkeypatch.setattr(module, "spawn_node", spawn_node)
-        asyncio.run(main())
-
-    return start
+    asyncio.run(main())
 
 
-def test_calls_wait_for_a_slot_in_order_and_their_time_begins_with_it(play_with: Callable[..., None]) -> None:
+def test_calls_wait_for_a_slot_in_order_and_their_time_begins_with_it() -> None:
     one = node(slots=1, latency_s=0.1)
 
     async def play(box: LocalSandbox) -> None:
@@ -58,7 +46,7 @@ def test_calls_wait_for_a_slot_in_order_and_their_time_begins_with_it(play_with:
     play_with(play, one)
 
 
-def test_slots_that_the_supervisor_gains_are_used(play_with: Callable[..., None]) -> None:
+def test_slots_that_the_supervisor_gains_are_used() -> None:
     one = node(slots=1, latency_s=600)
 
     async def play(box: LocalSandbox) -> None:
@@ -72,7 +60,7 @@ def test_slots_that_the_supervisor_gains_are_used(play_with: Callable[..., None]
     play_with(play, one)
 
 
-def test_a_cancelled_call_gives_its_slot_back_at_any_moment(play_with: Callable[..., None]) -> None:
+def test_a_cancelled_call_gives_its_slot_back_at_any_moment() -> None:
     one = node(slots=2, latency_s=0.01)
 
     async def play(box: LocalSandbox) -> None:
@@ -88,7 +76,7 @@ def test_a_cancelled_call_gives_its_slot_back_at_any_moment(play_with: Callable[
     play_with(play, one)
 
 
-def test_programs_survive_one_death_of_the_supervisor_and_two_are_our_fault(play_with: Callable[..., None]) -> None:
+def test_programs_survive_one_death_of_the_supervisor_and_two_are_our_fault() -> None:
     first, second, third = node(slots=4, latency_s=600), node(slots=4, latency_s=600), node(slots=4)
 
     async def play(box: LocalSandbox) -> None:
@@ -105,7 +93,7 @@ def test_programs_survive_one_death_of_the_supervisor_and_two_are_our_fault(play
     play_with(play, first, second, third)
 
 
-def test_a_cell_never_runs_again_and_its_session_is_lost_with_the_supervisor(play_with: Callable[..., None]) -> None:
+def test_a_cell_never_runs_again_and_its_session_is_lost_with_the_supervisor() -> None:
     doomed, other = node(latency_s=600), node()
 
     async def play(box: LocalSandbox) -> None:
@@ -126,7 +114,7 @@ def test_a_cell_never_runs_again_and_its_session_is_lost_with_the_supervisor(pla
     play_with(play, doomed, other)
 
 
-def test_cells_and_forks_of_a_session_take_turns(play_with: Callable[..., None]) -> None:
+def test_cells_and_forks_of_a_session_take_turns() -> None:
     one = node(slots=4, latency_s=0.02)
 
     async def play(box: LocalSandbox) -> None:
@@ -146,7 +134,7 @@ def test_cells_and_forks_of_a_session_take_turns(play_with: Callable[..., None])
     play_with(play, one)
 
 
-def test_a_cell_that_could_not_run_ends_its_session(play_with: Callable[..., None]) -> None:
+def test_a_cell_that_could_not_run_ends_its_session() -> None:
     one = node(fault_rate=1.0)
 
     async def play(box: LocalSandbox) -> None:
@@ -160,7 +148,7 @@ def test_a_cell_that_could_not_run_ends_its_session(play_with: Callable[..., Non
     play_with(play, one)
 
 
-def test_pairs_without_a_verdict_are_judged_once_more(play_with: Callable[..., None]) -> None:
+def test_pairs_without_a_verdict_are_judged_once_more() -> None:
     first, second = node(slots=1, latency_s=0.01), node(slots=8)
 
     async def play(box: LocalSandbox) -> None:
@@ -179,8 +167,7 @@ def test_pairs_without_a_verdict_are_judged_once_more(play_with: Callable[..., N
     play_with(play, first, second)
 
 
-def test_without_a_supervisor_calls_fail_after_a_while(play_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_NO_SUPERVISOR_S", 0.2)
+def test_without_a_supervisor_calls_fail_after_a_while() -> None:
     one = node()
 
     async def play(box: LocalSandbox) -> None:
@@ -189,11 +176,70 @@ def test_without_a_supervisor_calls_fail_after_a_while(play_with: Callable[..., 
             await asyncio.wait_for(box.run(RunRequest(code="x")), 2)
         with pytest.raises(NoNodes):
             await asyncio.wait_for(anext(box.verify(VerifyRequest(pairs=pairs(1)))), 2)
+        with pytest.raises(NoNodes):
+            await asyncio.wait_for(box.open_session(SessionLimits()), 2)
 
-    play_with(play, one)
+    play_with(play, one, no_node_s=0.2)
 
 
-def test_a_supervisor_that_never_answers_is_at_fault(play_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_without_node", [True, False])
+def test_a_call_that_may_have_run_is_not_welcome_again(monkeypatch: pytest.MonkeyPatch, *, is_without_node: bool) -> None:
+    one, busy = node(latency_s=60), node(slots=0)
+    if not is_without_node:
+        monkeypatch.setattr(local, "_MAX_WAIT_S", 0.2)
+
+    async def play(box: LocalSandbox) -> None:
+        call = asyncio.create_task(box.run(RunRequest(code="x")))
+        await until(lambda: len(one.requests) == 1)
+        one.die("power cut")
+        result = await asyncio.wait_for(call, 4)
+        assert result.outcome is RunOutcome.INTERNAL
+        assert "power cut" in result.reason
+
+    play_with(play, *([one] if is_without_node else [one, busy]), no_node_s=0.3)
+
+
+def test_a_call_that_waits_longer_than_it_may_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_MAX_WAIT_S", 0.3)
+
+    async def play(box: LocalSandbox) -> None:
+        running = asyncio.create_task(box.run(RunRequest(code="running")))
+        await asyncio.sleep(0)
+        result = await asyncio.wait_for(box.run(RunRequest(code="waiting")), 3)
+        assert result.outcome is RunOutcome.OVERLOADED
+        assert not running.done()
+        running.cancel()
+
+    play_with(play, node(slots=1, latency_s=60))
+
+
+def test_the_programs_of_a_client_do_not_hold_up_its_cells() -> None:
+    async def play(box: LocalSandbox) -> None:
+        session = await box.open_session(SessionLimits())
+        many = [asyncio.create_task(box.run(RunRequest(code=str(n), seed=n))) for n in range(1000)]
+        await asyncio.sleep(0.02)
+        for number in range(3):
+            await asyncio.wait_for(box.run(RunRequest(code="cell", seed=number, session=session)), 0.5)
+        assert sum(task.done() for task in many) < 100
+        for task in many:
+            task.cancel()
+
+    play_with(play, node(slots=1, latency_s=0.01))
+
+
+def test_a_session_without_cells_for_longer_than_its_lease_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_LEASE_SLACK_S", 0.1)
+
+    async def play(box: LocalSandbox) -> None:
+        session = await box.open_session(SessionLimits(lease_s=0.01))
+        await until(lambda: box.num_sessions == 0)
+        with pytest.raises(SessionLost, match="no such session"):
+            await box.run(RunRequest(code="x", session=session))
+
+    play_with(play, node())
+
+
+def test_a_supervisor_that_never_answers_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_ANSWER_GRACE_S", 0.1)
     one = node(latency_s=600)
 
@@ -205,7 +251,7 @@ def test_a_supervisor_that_never_answers_is_at_fault(play_with: Callable[..., No
     play_with(play, one)
 
 
-def test_close_answers_every_call(play_with: Callable[..., None]) -> None:
+def test_close_answers_every_call() -> None:
     one = node(slots=1, latency_s=600)
 
     async def play(box: LocalSandbox) -> None:
@@ -219,7 +265,7 @@ def test_close_answers_every_call(play_with: Callable[..., None]) -> None:
     play_with(play, one)
 
 
-def test_a_session_is_opened_again_when_its_supervisor_dies_meanwhile(play_with: Callable[..., None]) -> None:
+def test_a_session_is_opened_again_when_its_supervisor_dies_meanwhile() -> None:
     class Fragile(ScriptedNode):
         async def open_session(self, limits: SessionLimits) -> str:
             self.die("power cut")
@@ -230,3 +276,15 @@ def test_a_session_is_opened_again_when_its_supervisor_dies_meanwhile(play_with:
         assert (await box.run(RunRequest(code="x", session=session))).text == "ran x"
 
     play_with(play, Fragile(answer={}), node())
+
+
+def test_a_supervisor_that_dies_again_and_again_is_replaced_at_once_each_time() -> None:
+    nodes = [node(name=str(number)) for number in range(8)]
+
+    async def play(box: LocalSandbox) -> None:
+        for one in nodes:
+            result = await asyncio.wait_for(box.run(RunRequest(code="x")), 1)
+            assert result.node == one.name
+            one.die()
+
+    play_with(play, *nodes)

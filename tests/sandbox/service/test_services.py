@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from dispatching import pairs
@@ -27,12 +26,12 @@ from strop.sandbox.protocol import PairVerdict, RunRequest, SessionLimits, Verif
 from strop.sandbox.scripted import ScriptedNode
 
 NUM_CALLS = 3000
-NUM_CELLS = 60
+NUM_CELLS = 100
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_calls, "SILENCE_S", 3.0)
+    monkeypatch.setattr(client_calls, "SILENCE_S", 2.5)
 
 
 def url_of(port: int) -> str:
@@ -82,18 +81,6 @@ async def collect(verdicts: AsyncIterator[tuple[int, PairVerdict]]) -> dict[int,
     return {index: verdict async for index, verdict in verdicts}
 
 
-@contextlib.contextmanager
-def service(port: int, *, latency_s: float = 0.05) -> Iterator[int]:
-    """A service as a process; yields its process id."""
-    with process("service", port, free_port(), 10, latency_s) as running:
-        yield running.pid
-
-
-def when(caplog: pytest.LogCaptureFixture, text: str) -> float:
-    """When the first such line was logged."""
-    return next(record.created for record in caplog.records if text in record.getMessage())
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_service_that_dies_costs_its_sessions_and_no_call(caplog: pytest.LogCaptureFixture, number: signal.Signals) -> None:
     sign = "is lost" if number == signal.SIGKILL else "has been silent"
@@ -101,8 +88,8 @@ def test_a_service_that_dies_costs_its_sessions_and_no_call(caplog: pytest.LogCa
     async def play() -> float:
         ports = [free_port(), free_port()]
         lost = url_of(ports[1])
-        with service(ports[0]), contextlib.ExitStack() as second:
-            pid = second.enter_context(service(ports[1]))
+        with process(ports[0], slots=16), contextlib.ExitStack() as second:
+            doomed = second.enter_context(process(ports[1], slots=16))
             async with SandboxClient([url_of(port) for port in ports], connect_s=20) as client:
                 assert len(await client.health()) == 2
                 sessions = [await client.open_session(SessionLimits()) for _ in range(8)]
@@ -111,7 +98,7 @@ def test_a_service_that_dies_costs_its_sessions_and_no_call(caplog: pytest.LogCa
                 judging = asyncio.create_task(collect(client.verify(VerifyRequest(pairs=pairs(200)))))
                 await until(lambda: sum(call.done() for call in calls) > 500, limit_s=20)
                 signalled_at = time.time()
-                os.kill(pid, number)
+                doomed.send_signal(number)
                 assert [(await call).text for call in calls] == [f"ran {n}" for n in range(NUM_CALLS)]
                 assert len(await judging) == 200
                 nums = [await num for num in cells]
@@ -124,9 +111,9 @@ def test_a_service_that_dies_costs_its_sessions_and_no_call(caplog: pytest.LogCa
                     await client.close_session(session)
                 if number == signal.SIGKILL:
                     second.close()
-                    second.enter_context(service(ports[1]))
+                    second.enter_context(process(ports[1], slots=16))
                 else:
-                    os.kill(pid, signal.SIGCONT)
+                    doomed.send_signal(signal.SIGCONT)
                 await wait_for_node(client, str(ports[1]))
                 assert f"{lost} works again" in caplog.text
         return next(record.created for record in caplog.records if f"{lost} {sign}" in record.getMessage()) - signalled_at

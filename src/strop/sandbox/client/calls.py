@@ -138,6 +138,7 @@ class Calls:
         self._num_under_way = 0
         self._streams: dict[ServiceHttp, CallStream] = {}
         self._serving: set[ServiceHttp] = set()  # that have a stream, or are tried until they have one
+        self._untried = set(services.all)
         self._flush_timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._to_cancel: defaultdict[ServiceHttp, list[str]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -205,7 +206,7 @@ class Calls:
             if service not in self._serving:
                 self._serving.add(service)
                 self._spawn(self._serve(service))
-        if not all(service.is_tried for service in self._services.all):
+        if self._untried:
             return  # else the first calls would all go to the first service that answers
         batches: defaultdict[CallStream, list[bytes]] = defaultdict(list)
         while self._outbox:
@@ -331,6 +332,7 @@ class Calls:
 
     def _open(self, stream: CallStream) -> None:
         self._streams[stream.service] = stream
+        self._untried.discard(stream.service)
         stream.service.retry_at = 0.0
         waiting, self._waiting_cells = self._waiting_cells, []
         self._outbox.extendleft(reversed(waiting))
@@ -339,6 +341,7 @@ class Calls:
     def _take_back(self, stream: CallStream) -> None:
         """Send the calls of this stream that have no answer again, in their old order."""
         self._streams.pop(stream.service, None)
+        self._untried.discard(stream.service)
         stream.service.is_silent = False
         for call in reversed([call for call in self._calls.values() if call.stream is stream]):
             self._end_one(call)
@@ -381,7 +384,7 @@ class Calls:
             self._spawn(service.close())  # ends other requests that wait for it
         elif silent_s > _SUSPECT_S and not service.is_silent:
             service.is_silent = True
-            _log.warning("the code service at %s has been silent for %.1f s; it gets no new calls", service.url, silent_s)
+            _log.warning("the code service at %s has been silent for %.1f s", service.url, silent_s)
         elif silent_s < _SUSPECT_S:
             service.is_silent = False
             if now - stream.made_at > _PROVEN_S:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,7 @@ from pydantic_core import PydanticSerializationError
 from strop.errors import MachineError, Overloaded, SessionLost, UserError
 from strop.sandbox.client.calls import Calls
 from strop.sandbox.client.http_client import CONNECTION_ERRORS, SILENCE_S, Patience, ServiceHttp, Services, backoff_s
+from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import CodeService, PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.server.ndjson import ErrorLine, Health, LineSplitter, SessionReply, TooLong, VerdictLine
 
@@ -207,6 +208,26 @@ class SandboxClient(CodeService):
                 for line in splitter.feed(part):
                     if line:
                         yield _verdict(line)
+
+
+@contextlib.asynccontextmanager
+async def open_services(config: SandboxConfig, token: str | None) -> AsyncIterator[SandboxClient]:
+    """Open the services of `config.url`. Raises `UserError` if one has another token, or a level below `config.min_level`."""
+    async with SandboxClient(config.url, token=token) as client:
+        for url, health in (await client.health()).items():
+            if not health.nodes:  # a healthy service has one, and shows it only for its token
+                raise UserError(
+                    f"the code service at {url} wants another token. Put its token into the"
+                    f" environment variable {config.token_env}; `strop sandbox run` also takes it from --token-file."
+                )
+            for node in health.nodes:
+                if node.level.rank < config.min_level.rank:
+                    raise UserError(
+                        f"sandbox.min_level is {config.min_level.value!r}, but the service at {url} gives"
+                        f" {node.level.value!r}. Start it with --min-level {config.min_level.value},"
+                        " or lower sandbox.min_level."
+                    )
+        yield client
 
 
 def _verdict(line: bytes | TooLong) -> VerdictLine:

@@ -51,7 +51,6 @@ class ServiceHttp:
         self.num_slots = 1
         self.num_calls = 0  # of this client, under way
         self.num_sessions = 0  # of this client
-        self.is_tried = False  # whether its health is known
         self.is_silent = False  # suspected to be lost
         self.lost_at: float | None = None  # since when it does not answer, or cannot run anything
         self.retry_at = 0.0  # other services are preferred until then
@@ -95,8 +94,8 @@ class ServiceHttp:
         """Ask whether it works, and how many slots it has; raises as `request` does."""
         try:
             health = _HEALTH.validate_json(await self.ask("GET", "/v1/health", limit_s=_CONNECT_S))
-        finally:
-            self.is_tried = True
+        except ValidationError as error:
+            raise UserError(f"no code service of this version answers at {self.url}: its health is something else.") from error
         self.num_slots = max(1, sum(node.num_slots for node in health.nodes))
         return health
 

@@ -1,1 +1,1 @@
-"""The front of the code service: one queue before many nodes, reached over HTTP or from within a process."""
+"""The code service of one machine over HTTP: admission, ids of calls, and cached answers before the sandbox."""

@@ -1,4 +1,4 @@
-"""Settings of the code service: the work that it holds, where it listens, which nodes it starts."""
+"""Settings of the code service: the work that it holds, where it listens, how programs run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ class DispatchConfig:
     max_held: int = 250_000  # calls
     max_held_bytes: int = 1 << 30
     client_share: float = 0.75  # of both, that one client may use
-    max_sessions: int = 10_000
-    max_wait_s: float = 1800.0  # in the queue
-    no_node_s: float = 10.0  # without any node, after which calls are refused
-    answer_grace_s: float = 60.0  # after a call's limit, until its node is at fault
+    no_node_s: float = 10.0  # that a call waits without a supervisor
     linger_s: float = 5.0  # that a call with an id outlives a lost connection
     keep_s: float = 120.0  # that the answer of a call with an id is cached
     max_kept: int = 50_000  # cached answers
@@ -38,28 +35,19 @@ class ServeConfig(Config):
     token: str = Field(
         default="", description="Secret that requests must carry; empty: every process that reaches the port may call."
     )
-    nodes_host: str = Field(default="127.0.0.1", description="Address where nodes of other machines join.")
-    nodes_port: int | None = Field(default=None, ge=0, le=65_535, description="Port where nodes join; without it none can.")
-    nodes_token: str = Field(default="", description="Secret that joining nodes must send.")
-    num_local_nodes: int = Field(default=1, ge=0, le=10**4, description="Nodes to start on this machine.")
-    node: SandboxConfig = Field(default_factory=SandboxConfig, description="Settings of these nodes.")
+    node: SandboxConfig = Field(default_factory=SandboxConfig, description="How programs run.")
     grace_s: float = Field(default=30.0, ge=0, description="Seconds after SIGTERM for running calls.")
 
     @model_validator(mode="after")
-    def _check_tokens(self) -> Self:
+    def _check_token(self) -> Self:
         if self.host not in _LOOPBACK and not self.token:
             raise ValueError(
                 f"the service is to listen on {self.host!r} without a token, so that other machines could run code here."
                 " Set a token, or listen on 127.0.0.1."
             )
-        if self.nodes_port is not None and self.nodes_host not in _LOOPBACK and not self.nodes_token:
+        if 0 < len(self.token) < 8:
             raise ValueError(
-                f"nodes are to join on {self.nodes_host!r} without a token: a false node could read every program and invent"
-                " every answer. Set nodes_token, or listen on 127.0.0.1."
-            )
-        if any(0 < len(token) < 8 for token in (self.token, self.nodes_token)):
-            raise ValueError(
-                "a token has fewer than 8 characters, which can be guessed. Make one with:"
+                "the token has fewer than 8 characters, which can be guessed. Make one with:"
                 " python -c 'import secrets; print(secrets.token_urlsafe())'."
             )
         return self

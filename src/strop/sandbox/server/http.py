@@ -18,8 +18,7 @@ from strop.sandbox import limits
 from strop.sandbox.code_tests import CodeTestReport, run_tests
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.server.config import ServeConfig
-from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.jobs import Answer
+from strop.sandbox.server.dispatcher import Answer, Dispatcher
 from strop.sandbox.server.metrics import exposition
 from strop.sandbox.server.ndjson import (
     CLIENT_HEADER,
@@ -170,7 +169,8 @@ class HttpFront:
         return _json(CodeTestReport, report)
 
     async def _open_session(self, request: web.Request) -> web.StreamResponse:
-        session = await self._dispatcher.open_session(await self._body(request, SessionLimits, default=SessionLimits()))
+        limits = await self._body(request, SessionLimits, default=SessionLimits())
+        session = await self._dispatcher.open_session(limits, client=_client_of(request))
         return _json(SessionReply, SessionReply(session=session))
 
     async def _fork_session(self, request: web.Request) -> web.StreamResponse:
@@ -183,22 +183,16 @@ class HttpFront:
         return _json(SessionReply, SessionReply(session=session))
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        seats = self._dispatcher.floor.seats
-        status = "stopping" if self._is_stopping else "ok" if seats else "no nodes"
+        box = self._dispatcher.box
+        status = "stopping" if self._is_stopping else "ok" if box.node is not None else "no nodes"
         health = Health(status=status)
         if not self._why_unauthorized(request):
             nodes = tuple(
-                NodeHealth(
-                    name=seat.node.name,
-                    level=seat.node.level,
-                    num_slots=seat.node.num_slots,
-                    num_running=len(seat.running),
-                    is_draining=seat.is_draining,
-                )
-                for seat in seats
+                NodeHealth(name=node.name, level=node.level, num_slots=node.num_slots, num_running=box.num_running)
+                for node in ([] if box.node is None else [box.node])
             )
             num_held = self._dispatcher.admission.held.num
-            health = Health(status=status, num_held=num_held, num_sessions=len(self._dispatcher.sessions), nodes=nodes)
+            health = Health(status=status, num_held=num_held, num_sessions=box.num_sessions, nodes=nodes)
         return _json(Health, health, status=200 if status == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:

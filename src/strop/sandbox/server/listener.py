@@ -14,7 +14,7 @@ from strop.errors import UserError
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-_RESERVED_DESCRIPTORS = 128  # for node processes, links and files of this process
+_RESERVED_DESCRIPTORS = 128  # for the supervisor and files of this process
 _PEER_SHARE = 0.75  # of the connections, for one address: one machine cannot lock out all others
 _RETRY_S = 0.2  # before the next try when a connection cannot be accepted
 _LOG_EVERY_S = 60.0
@@ -34,13 +34,13 @@ class Listener:
     """
 
     def __init__(
-        self, host: str, port: int, make_protocol: Callable[[], asyncio.BaseProtocol], *, max_connections: int, purpose: str
+        self, host: str, port: int, make_protocol: Callable[[], asyncio.BaseProtocol], *, max_connections: int
     ) -> None:
         try:
             [family, _, _, _, address], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise UserError(f"{purpose} cannot listen on {host}:{port}: {error.strerror}.") from error
+            raise UserError(f"the service cannot listen on {host}:{port}: {error.strerror}.") from error
         self._socket.setblocking(False)
         self._make_protocol = make_protocol
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -38,13 +38,9 @@ class Tally:
     setup_s: Histogram = field(default_factory=Histogram)
     run_s: Histogram = field(default_factory=Histogram)
     cpu_s: float = 0.0
-    num_retries: int = 0
     num_cancelled: int = 0
     num_rejoined: int = 0
     num_without_node: int = 0
-    num_nodes_joined: int = 0
-    num_nodes_lost: int = 0
-    num_sessions_lost: int = 0
 
     def add(self, result: RunResult) -> None:
         self.outcomes[result.outcome] += 1
@@ -62,19 +58,18 @@ def exposition(dispatcher: Dispatcher) -> str:
 
 
 def _lines(dispatcher: Dispatcher) -> Iterator[str]:
-    tally, admission, runs = dispatcher.tally, dispatcher.admission, dispatcher.runs
+    tally, admission, kept, box = dispatcher.tally, dispatcher.admission, dispatcher.kept, dispatcher.box
     yield from _family("counter", "calls_total", "Runs by outcome.", {_label(outcome=o): tally.outcomes[o] for o in RunOutcome})
     yield from _family(
         "counter", "verdicts_total", "Pairs by verdict.", {_label(verdict=v): tally.verdicts[v] for v in PairVerdict}
     )
     for name, text, num in (
         ("cancelled", "Runs that no client waited for any more.", tally.num_cancelled),
-        ("retries", "Jobs sent to another node after a fault of their node.", tally.num_retries),
+        ("retries", "Runs sent once more after a fault of the supervisor.", box.num_retries),
         ("rejoined", "Requests that found the running call or the cached answer of their id.", tally.num_rejoined),
-        ("without_node", "Runs that were refused because there was no node.", tally.num_without_node),
-        ("nodes_joined", "Nodes that joined.", tally.num_nodes_joined),
-        ("nodes_lost", "Nodes that left without being drained.", tally.num_nodes_lost),
-        ("sessions_lost", "Sessions that ended without a request of their client.", tally.num_sessions_lost),
+        ("without_node", "Runs that were refused because there was no supervisor.", tally.num_without_node),
+        ("nodes_lost", "Supervisors that died.", box.num_nodes_lost),
+        ("sessions_lost", "Sessions that ended without a request of their client.", box.num_sessions_lost),
         ("program_cpu_seconds", "CPU time of all programs.", tally.cpu_s),
     ):
         yield from _family("counter", f"{name}_total", text, {"": num})
@@ -84,21 +79,19 @@ def _lines(dispatcher: Dispatcher) -> Iterator[str]:
     for name, text, value in (
         ("held", "Jobs that are accepted and not answered yet.", admission.held.num),
         ("held_bytes", "Bytes of these jobs.", admission.held.num_bytes),
-        ("queued", "Jobs that wait for a slot.", len(dispatcher.floor.queue)),
+        ("queued", "Jobs that wait for a slot.", len(box.queue)),
         ("clients", "Clients with jobs.", admission.num_clients),
-        ("sessions", "Sessions that are open.", len(dispatcher.sessions)),
-        ("kept_answers", "Answers that are cached for a client that may ask again.", len(runs.kept)),
-        ("kept_bytes", "Bytes of these answers.", runs.kept.num_bytes),
+        ("sessions", "Sessions that are open.", box.num_sessions),
+        ("kept_answers", "Answers that are cached for a client that may ask again.", len(kept)),
+        ("kept_bytes", "Bytes of these answers.", kept.num_bytes),
     ):
         yield from _family("gauge", name, text, {"": value})
-    slots: Counter[str] = Counter()
-    running: Counter[str] = Counter()
-    for seat in dispatcher.floor.seats:  # two nodes may have the same name
-        label = _label(node=seat.node.name, level=seat.node.level)
-        slots[label] += seat.node.num_slots
-        running[label] += len(seat.running)
-    yield from _family("gauge", "node_slots", "Slots of a node.", slots)
-    yield from _family("gauge", "node_running", "Jobs on a node.", running)
+    slots, running = {}, {}
+    if box.node is not None:
+        label = _label(node=box.node.name, level=box.node.level)
+        slots[label], running[label] = box.node.num_slots, box.num_running
+    yield from _family("gauge", "node_slots", "Slots of the supervisor.", slots)
+    yield from _family("gauge", "node_running", "Jobs of the supervisor.", running)
 
 
 def _family(kind: str, name: str, text: str, samples: dict[str, int] | dict[str, float]) -> Iterator[str]:

@@ -22,7 +22,7 @@ Key = Annotated[str, Field(max_length=256)] | Annotated[int, Field(ge=-(2**63), 
 CLIENT_HEADER = "X-Strop-Client"
 """Names the client: clients take turns in the queue, and each has its own ids of calls."""
 STARTS_HEADER = "X-Strop-Starts"
-"""With any value, on a request for many runs: report when a node has taken a call."""
+"""With any value, on a request for many runs: report when the supervisor has taken a call."""
 
 _HEAD_BYTES = 512  # kept of a line that is too long, to find its key
 _KEY = re.compile(rb'\s*\{\s*"key"\s*:\s*(?:"([^"\\\x00-\x1f]{0,256})"|(-?\d{1,18})\b)')
@@ -38,7 +38,7 @@ class ProblemKind(StrEnum):
     TOO_LARGE = "too_large"
     SESSION_LOST = "session_lost"
     OVERLOADED = "overloaded"  # try again a little later
-    NO_NODES = "no_nodes"  # the same, once there is a node
+    NO_NODES = "no_nodes"  # the same, once there is a supervisor
     INTERNAL = "internal"
 
 
@@ -97,7 +97,7 @@ class ResultLine(_Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorLine(_Strict):
-    """In place of a result: a cell whose session is lost, or a service that is closed or has no nodes."""
+    """In place of a result: a cell whose session is lost, or a service that is closed or has no supervisor."""
 
     key: Key | None
     error: Problem
@@ -105,7 +105,7 @@ class ErrorLine(_Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartLine(_Strict):
-    """A node has taken the call. Sent only to clients that ask for it, and not if the answer comes soon."""
+    """The supervisor has taken the call. Sent only to clients that ask for it, and not if the answer comes soon."""
 
     key: Key
     started: Literal[True] = True
@@ -153,7 +153,6 @@ class NodeHealth:
     level: IsolationLevel
     num_slots: int
     num_running: int
-    is_draining: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ _PROBLEMS = {
     410: "The session is lost; `error.message` says why.",
     413: "The body is too large.",
     500: "An error of the service.",
-    503: "The service is full, has no node or is shutting down: try again a little later.",
+    503: "The service is full, has no supervisor or is shutting down: try again a little later.",
 }
 _OF_A_CALL = (400, 401, 413, 500, 503)
 
@@ -64,7 +64,7 @@ ROUTES = (
         "Each line is a call and starts as it arrives. Each answer is a line with the key of its call and leaves at once, in"
         " any order. Body and reply stream at the same time, so one request can serve a client for long. An empty line in the"
         " reply only says that the service is alive. A line that is no call is answered `rejected` and affects no other."
-        " With the header `X-Strop-Starts`, a line also reports each call that a node has taken and not answered soon."),
+        " With the header `X-Strop-Starts`, a line also reports each call that a slot has taken and not answered soon."),
     Route("post", "/v1/cancel", "End calls by their ids", CancelRequest, (CancelReply,), (400, 401, 413, 500)),
     Route("post", "/v1/verify", "Compare mathematical answers", VerifyRequest, (VerdictLine, ErrorLine), _OF_A_CALL,
         "Verdicts are lines, in any order, each once. A last line with an `error` means that the rest is lost."),
@@ -122,7 +122,9 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
     if route.is_open:
         operation["security"] = []
     if route.body is RunLine:
-        operation["parameters"].append(_parameter(STARTS_HEADER, "header", "Any value: report calls that a node has taken."))
+        operation["parameters"].append(
+            _parameter(STARTS_HEADER, "header", "Any value: report calls that the supervisor has taken.")
+        )
     if "{session}" in route.path:
         operation["parameters"].append(_parameter("session", "path", "From an earlier reply."))
     if route.body is not None:

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from strop.errors import StropError
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
-from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.jobs import Answer, Leave
+from strop.sandbox.server.dispatcher import Answer, Dispatcher, Leave
 from strop.sandbox.server.ndjson import (
     LineSplitter,
     RunLine,
@@ -44,7 +43,7 @@ class RunStream:
     Calls that have an id survive the loss of the connection for a while; the others are cancelled with it.
 
     Args:
-        reports_starts: whether the client is informed, within a second or two, that a node has taken a call.
+        reports_starts: whether the client is informed, within a second or two, that the supervisor has taken a call.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class RunStream:
             self._open[number] = leave
 
     def _reject(self, key: str | int | None, reason: str) -> None:
-        self._write(write_result_line(key, RunResult.not_run(RunOutcome.REJECTED, reason, level=self._dispatcher.level)))
+        self._write(write_result_line(key, RunResult.not_run(RunOutcome.REJECTED, reason, level=self._dispatcher.box.level)))
 
     def _on_start(self, number: int, key: str | int) -> None:
         if self._reports_starts:

@@ -231,7 +231,7 @@ class Sessions:
         return Interpreter(line, child.output, child.pidfd, status=status, family=family, child=child)
 
     def _add(self, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> _Session:
-        session = _Session(f"{self._node}-{secrets.token_hex(8)}", interpreter, limits, num_cells=num_cells)
+        session = _Session(f"{self._node}-{secrets.token_hex(16)}", interpreter, limits, num_cells=num_cells)
         self._sessions[session.name] = session
         self._end(session)
         if self._check_timer is None:

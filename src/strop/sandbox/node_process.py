@@ -1,26 +1,22 @@
-"""The front's end of a link: a node that lives in another process, perhaps on another machine."""
+"""The supervisor in its process, as a `CodeNode` of this process: its calls go over a socket pair."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from strop.errors import LinkBroken, MachineError, NodeGone, NodeLost, SessionLost, StropError, UserError
 from strop.sandbox.link import (
-    PROTOCOL_VERSION,
     Answer,
     Call,
     Cancel,
     Channel,
     CloseSession,
-    Draining,
     Failed,
     Failure,
     ForkSession,
-    Goodbye,
     Hello,
     Judged,
     JudgedAll,
@@ -29,12 +25,10 @@ from strop.sandbox.link import (
     OpenSession,
     Ping,
     Ran,
-    Refusal,
     Run,
     SessionIs,
     Slots,
     Verify,
-    Welcome,
 )
 from strop.sandbox.protocol import (
     CodeNode,
@@ -46,6 +40,8 @@ from strop.sandbox.protocol import (
     VerifyRequest,
 )
 
+_START_S = 120.0  # imports, fork servers and a self-test, on a machine that may be busy
+
 _AnswerT = TypeVar("_AnswerT", Ran, SessionIs)
 _EXCEPTIONS: dict[Failure, type[StropError]] = {
     Failure.NODE: NodeLost,
@@ -55,11 +51,11 @@ _EXCEPTIONS: dict[Failure, type[StropError]] = {
 }
 
 
-class RemoteNode(CodeNode):
-    """The front's side of a link; created by `accept`. When the link ends, every call in flight raises `NodeLost`."""
+class NodeProcess(CodeNode):
+    """A node in another process, at the other end of a link. When the link ends, every call in flight raises `NodeLost`."""
 
-    def __init__(self, channel: Channel, hello: Hello, also_close: Callable[[], Awaitable[None]] | None) -> None:
-        self.name = hello.name
+    def __init__(self, channel: Channel, hello: Hello, name: str, also_close: Callable[[], Awaitable[None]] | None) -> None:
+        self.name = name
         self.level = hello.level
         self.num_slots = hello.num_slots
         self._channel = channel
@@ -69,48 +65,35 @@ class RemoteNode(CodeNode):
         self._judging: dict[int, asyncio.Queue[Judged | JudgedAll | Exception]] = {}
         loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = loop.create_future()
-        self._draining: asyncio.Future[bool] = loop.create_future()
-        self._pump = loop.create_task(self._run_pump(), name=f"link to {self.name}")
+        self._pump = loop.create_task(self._run_pump(), name="link to the supervisor")
 
     @classmethod
-    async def accept(
+    async def connect(
         cls,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        name: str,
         *,
-        token: str = "",
         timing: LinkTiming | None = None,
         also_close: Callable[[], Awaitable[None]] | None = None,
-    ) -> Self:
-        """Complete the handshake with a node that has just connected.
+    ) -> NodeProcess:
+        """Wait until the node is ready.
 
         Args:
-            token: what the node has to know; empty for a socket pair, which has no other end than ours.
-            also_close: what else ends with it, after the link: its process, where that is ours.
+            also_close: ends its process, after the link.
 
         Raises:
-            LinkBroken: it is no node, not of this protocol, or does not know the token. The connection is closed.
+            LinkBroken: it ended, or was not ready in time. The connection is closed.
         """
         channel = Channel(reader, writer, timing or LinkTiming())
         try:
-            hello = await channel.first()
+            hello = await channel.first(within_s=_START_S)
             if not isinstance(hello, Hello):
                 raise LinkBroken(f"the first message was {hello.kind!r}, not 'hello'")
-            refusal = ""
-            if hello.protocol != PROTOCOL_VERSION:
-                refusal = (
-                    f"node {hello.name!r} speaks protocol {hello.protocol}, this front {PROTOCOL_VERSION}; update the older"
-                )
-            elif not hmac.compare_digest(hello.token.encode(), token.encode()):
-                refusal = f"node {hello.name!r} has not the token of this front"
-            if refusal:
-                channel.send(Refusal(reason=refusal))
-                raise LinkBroken(refusal)
         except BaseException:
             channel.close()
             raise
-        channel.send(Welcome())
-        return cls(channel, hello, also_close)
+        return cls(channel, hello, name, also_close)
 
     @property
     def is_lost(self) -> bool:
@@ -154,15 +137,9 @@ class RemoteNode(CodeNode):
     async def wait_lost(self) -> str:
         return await asyncio.shield(self._lost)
 
-    async def wait_draining(self) -> bool:
-        """True when the node asks for no more work and finishes what it has; False if it was lost first."""
-        return await asyncio.shield(self._draining)
-
     async def close(self) -> None:
         """Close the link; the node ends its programs then."""
-        if not self.is_lost:
-            self._channel.send(Goodbye(reason="the front let it go"))
-        self._lose("the front closed the link")
+        self._lose("the link was closed")
         self._channel.close()
         self._pump.cancel()
         await asyncio.wait({self._pump})
@@ -175,7 +152,7 @@ class RemoteNode(CodeNode):
 
     def _send(self, message: Call) -> None:
         if self._lost.done():
-            raise NodeGone(f"node {self.name!r} is gone: {self._lost.result()}")
+            raise NodeGone(f"the supervisor is gone: {self._lost.result()}")
         try:
             self._channel.send(message)
         except ValueError as error:
@@ -194,7 +171,7 @@ class RemoteNode(CodeNode):
             raise
         if not isinstance(answer, expected):
             self._channel.break_off(f"{message.kind!r} was answered with {answer.kind!r}")
-            raise NodeLost(f"node {self.name!r} answered {message.kind!r} with {answer.kind!r}; its link was closed")
+            raise NodeLost(f"the supervisor answered {message.kind!r} with {answer.kind!r}; its link was closed")
         return answer
 
     async def _run_pump(self) -> None:
@@ -203,7 +180,7 @@ class RemoteNode(CodeNode):
         except LinkBroken as error:
             self._lose(str(error))
         except asyncio.CancelledError:
-            self._lose("the front closed the link")
+            self._lose("the link was closed")
             raise
 
     def _on_message(self, message: Message) -> None:
@@ -214,11 +191,6 @@ class RemoteNode(CodeNode):
                 pass
             case Slots(num_slots=num_slots):
                 self.num_slots = num_slots
-            case Draining():
-                if not self._draining.done():
-                    self._draining.set_result(True)
-            case Goodbye(reason=reason):
-                raise LinkBroken(f"it said goodbye: {reason}")
             case _:
                 raise LinkBroken(f"a node does not say {message.kind!r}")
 
@@ -241,11 +213,9 @@ class RemoteNode(CodeNode):
         if self._lost.done():
             return
         self._lost.set_result(reason)
-        if not self._draining.done():
-            self._draining.set_result(False)
         awaited, self._awaited = self._awaited, {}
         for future in awaited.values():
             if not future.done():
-                future.set_exception(NodeLost(f"node {self.name!r} was lost with the call in flight: {reason}"))
+                future.set_exception(NodeLost(f"the supervisor was lost with the call in flight: {reason}"))
         for judging in self._judging.values():
-            judging.put_nowait(NodeLost(f"node {self.name!r} was lost while it compared answers: {reason}"))
+            judging.put_nowait(NodeLost(f"the supervisor was lost while it compared answers: {reason}"))

@@ -1,27 +1,22 @@
-"""The node's end of a link: answers the calls of a front with a `CodeNode`."""
+"""The supervisor's end of the link: answers the calls of its parent with a `CodeNode`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import socket
 
 from strop.errors import LinkBroken, MachineError, NodeLost, SessionLost, UserError
 from strop.sandbox.link import (
-    LOCAL_NODE_TIMING,
-    NODE_TIMING,
-    PROTOCOL_VERSION,
+    SUPERVISOR_TIMING,
     Answer,
     Call,
     Cancel,
     Channel,
     CloseSession,
-    Draining,
     Failed,
     Failure,
     ForkSession,
-    Goodbye,
     Hello,
     Judged,
     JudgedAll,
@@ -30,12 +25,10 @@ from strop.sandbox.link import (
     OpenSession,
     Ping,
     Ran,
-    Refusal,
     Run,
     SessionIs,
     Slots,
     Verify,
-    Welcome,
 )
 from strop.sandbox.protocol import CodeNode
 
@@ -47,40 +40,20 @@ _log = logging.getLogger(__name__)
 
 
 async def serve_node(
-    node: CodeNode,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    *,
-    token: str = "",
-    timing: LinkTiming | None = None,
-    draining: asyncio.Event | None = None,
-) -> str:
-    """Answer the calls of the front at the other end until it says goodbye, and return what it said.
+    node: CodeNode, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, timing: LinkTiming = SUPERVISOR_TIMING
+) -> None:
+    """Answer the calls of the parent at the other end until it hangs up.
 
     On every way out the link is closed, every call that came through it is cancelled, and its sessions are closed. The node
     itself is not.
 
-    Args:
-        draining: once set, the front sends nothing new, and says goodbye when the rest is done.
-
     Raises:
-        UserError: the front refused this node: another protocol, or a wrong token.
-        LinkBroken: the front is gone, or sent an invalid message.
-        NodeLost: the node itself is gone; the front knows it.
+        LinkBroken: the parent is gone, or sent an invalid message.
     """
-    is_local = writer.get_extra_info("socket").family == socket.AF_UNIX
-    channel = Channel(reader, writer, timing or (LOCAL_NODE_TIMING if is_local else NODE_TIMING))
+    channel = Channel(reader, writer, timing)
     try:
-        channel.send(Hello(protocol=PROTOCOL_VERSION, token=token, name=node.name, level=node.level, num_slots=node.num_slots))
-        welcome = await channel.first()
-        if isinstance(welcome, Refusal):
-            raise UserError(f"the front refused this node: {welcome.reason}.")
-        if not isinstance(welcome, Welcome):
-            raise LinkBroken(f"the front answered 'hello' with {welcome.kind!r}")
-        if not is_local:
-            host, port, *_ = writer.get_extra_info("peername")
-            _log.info("joined %s:%d as %s (L%d)", host, port, node.name, node.level.rank)
-        return await _NodeSide(node, channel).serve(draining)
+        channel.send(Hello(level=node.level, num_slots=node.num_slots))
+        await _NodeSide(node, channel).serve()
     finally:
         channel.close()
 
@@ -93,33 +66,19 @@ class _NodeSide:
         self._channel = channel
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._sessions: set[str] = set()
-        self._goodbye = ""
 
-    async def serve(self, draining: asyncio.Event | None) -> str:
-        pump = asyncio.create_task(self._channel.pump(self._on_message))
-        lost = asyncio.create_task(self._node.wait_lost())
-        helpers = {pump, lost, asyncio.create_task(self._announce_slots())}
-        if draining is not None:
-            helpers.add(asyncio.create_task(self._announce_draining(draining)))
+    async def serve(self) -> None:
+        announcing = asyncio.create_task(self._announce_slots())
         try:
-            await asyncio.wait({pump, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not pump.done():
-                self._channel.send(Goodbye(reason=lost.result()))
-                raise NodeLost(f"node {self._node.name!r} is gone: {lost.result()}")
-            try:
-                pump.result()
-            except LinkBroken:
-                if self._goodbye:
-                    return self._goodbye
-                raise
+            await self._channel.pump(self._on_message)
         finally:
-            for task in (*helpers, *self._tasks.values()):
+            tasks = {announcing, *self._tasks.values()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait({*helpers, *self._tasks.values()})
+            await asyncio.wait(tasks)
             for session in self._sessions:
                 with contextlib.suppress(MachineError):  # a node that is going down has closed it already
                     await self._node.close_session(session)
-        raise AssertionError("a pump ends by raising")
 
     async def _announce_slots(self) -> None:
         announced = self._node.num_slots
@@ -128,10 +87,6 @@ class _NodeSide:
             if self._node.num_slots != announced:
                 announced = self._node.num_slots
                 self._channel.send(Slots(num_slots=announced))
-
-    async def _announce_draining(self, draining: asyncio.Event) -> None:
-        await draining.wait()
-        self._channel.send(Draining())
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -144,11 +99,8 @@ class _NodeSide:
                     task.cancel()
             case Ping():
                 pass
-            case Goodbye(reason=reason):
-                self._goodbye = reason
-                raise LinkBroken(f"the front said goodbye: {reason}")
             case _:
-                raise LinkBroken(f"a front does not send {message.kind!r}")
+                raise LinkBroken(f"a parent does not send {message.kind!r}")
 
     async def _answer(self, message: Call) -> None:
         call = message.call
@@ -163,8 +115,8 @@ class _NodeSide:
         except UserError as error:
             answer = self._failed(call, Failure.REQUEST, str(error))
         except Exception as error:  # noqa: BLE001 - every call needs an answer
-            _log.exception("unexpected error in a call to node %r", self._node.name)
-            answer = self._failed(call, Failure.MACHINE, f"{type(error).__name__} in the node: {error}")
+            _log.exception("unexpected error in a call")
+            answer = self._failed(call, Failure.MACHINE, f"{type(error).__name__} in the supervisor: {error}")
         finally:
             self._tasks.pop(call, None)
         try:
