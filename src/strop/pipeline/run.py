@@ -16,6 +16,8 @@ import torch
 
 from strop import user_code
 from strop.cluster.connection import Connection, connected
+from strop.cluster.placement import Roles
+from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
 from strop.errors import TrainerLost
 from strop.pipeline.plan import check_stages, roles_of
@@ -88,7 +90,11 @@ async def train(
         connection = opened.enter_context(connected(recipe.cluster, directory))
         selected = select(run, recipe, command, until=until, start=start, only=only)
         if runner is None:
-            runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
+            sandbox, token = recipe.sandbox, None
+            if connection is not None and recipe.cluster is not None and (num := recipe.cluster.sandbox_nodes):
+                nodes = connection.place(Roles(sandboxes=num)).sandboxes
+                sandbox, token = await opened.enter_async_context(open_services(sandbox, nodes, run.path / "logs"))
+            runner = await opened.enter_async_context(open_service(sandbox, token=token))  # before torch has threads (law 7)
         is_done = all(run.stage(name).done.exists() for name in selected.stages)
         tools = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
         events = opened.enter_context(closing(LineWriter(run.events)))
