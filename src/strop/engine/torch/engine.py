@@ -156,8 +156,8 @@ class TorchEngine:
     async def load_weights(self, publication: Publication) -> None:
         """See `InferenceEngine.load_weights`. Requests that arrive meanwhile wait for the end.
 
-        Conversations lose their slots, unless the publication keeps requests: then they pause between two steps and go on
-        where they were, on the KV cache that they have. vLLM does the same (`/pause?mode=keep`).
+        Conversations lose their slots, unless the publication keeps requests: then they pause between two steps, compute
+        their context again with the new weights, and go on where they were. vLLM does the same (`/pause?mode=keep`).
 
         Raises:
             WeightsNotProven: a weight is missing, unknown or of another shape, or the checksum differs. The engine refuses

@@ -270,11 +270,16 @@ class ConversationTable:
         if not conversation.is_running:
             self._released[conversation.slot] = conversation
 
-    def keep_from_others(self) -> None:
-        """From now on only those who extend a conversation get what its slot holds, and nobody what was released."""
-        for conversation in self:
-            conversation.opening = ()
+    def forget_columns(self) -> None:
+        """Conversations keep their slots and ids, and compute their columns again when they go on."""
         self._released.clear()
+        for conversation in self:
+            conversation.num_computed = 0
+            conversation.lineage = {
+                request_id: Share(num_ids=share.num_ids, num_computed=0) for request_id, share in conversation.lineage.items()
+            }
+            if not conversation.is_running:
+                conversation.opening = ()  # whoever waited for it would wait until it goes on
 
     def close_all(self) -> None:
         for conversation in list(self):
