@@ -37,7 +37,7 @@ tests-alone: setup
 	$(call pytest,,$(BY_FILE))
 
 test-slow: setup
-	$(call pytest,-m "slow and not sandbox",$(BY_FILE))
+	$(call pytest,-m "slow and not sandbox and not cluster",$(BY_FILE))
 
 # The vLLM engine against vLLM itself: its CPU build, in an environment of its own (3.5 GB), with a run of two RL steps.
 VLLM := .venv-vllm

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 SMALL = [
     "stages.base.tiny.num_layers=1",
     "stages.sft.steps=40",

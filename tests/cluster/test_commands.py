@@ -77,6 +77,7 @@ def test_the_manifest_for_kubernetes_has_all_nodes_and_a_token(recipe):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_slurm_and_kubernetes_run_trains_on_local_nodes(recipe, tmp_path):
     """Ray starts on each machine by SLURM's and KubeRay's own commands; here it is `strop cluster up`."""

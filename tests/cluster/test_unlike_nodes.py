@@ -6,7 +6,7 @@ from networks import Machines
 from conftest import Cluster
 from strop.cluster.local import LocalCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 NODE = "198.18.0.2"
 
 
