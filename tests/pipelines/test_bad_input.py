@@ -27,7 +27,7 @@ def scripted_sandbox(monkeypatch):
     """No test here is of programs, and a real sandbox takes a second to start."""
 
     @asynccontextmanager
-    async def scripted(config):
+    async def scripted(config, *, token):
         yield ScriptedSandbox(answer=sums_and_errors)
 
     monkeypatch.setattr("strop.pipeline.run.open_service", scripted)

@@ -247,9 +247,7 @@ def test_a_plan_for_hardware_says_what_it_is_for_and_ends_with_an_error_if_a_sta
     preset = str(next(each for each in PRESETS if each.stem == "rstar2-released"))
     fits = CliRunner().invoke(app, ["train", preset, "--dry-run", "--hardware", "16xH100"])
     assert fits.exit_code == 0
-    assert "on 16 x H100, which is several machines: the recipe needs a table [cluster] to use them." in " ".join(
-        fits.output.split()
-    )
+    assert "on 16 x H100, which is several machines: use them with --cluster." in " ".join(fits.output.split())
     small = CliRunner().invoke(app, ["train", preset, "--dry-run", "--hardware", "4xH100"])
     assert small.exit_code == 2
     assert (

@@ -59,7 +59,7 @@ def print_dry_run(
     if recipe.hardware:
         on = Hardware.named(recipe.hardware)
         is_short = on.is_several_machines and recipe.cluster is None
-        several = ", which is several machines: the recipe needs a table [cluster] to use them" if is_short else ""
+        several = ", which is several machines: use them with --cluster" if is_short else ""
         basis = f"on {on}{several}. {ASSUMPTIONS}"
     print_plan(recipe.name, recipe.description, stages, basis=f"a rough estimate, {basis}", state=state)
     if any(stage.problem for stage in stages):

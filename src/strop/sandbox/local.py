@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, Overloaded, SessionLost, UserError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.fair_queue import FairQueue
 from strop.sandbox.limits import is_readable, require_verifiable, run_refusal
 from strop.sandbox.protocol import (
     AnswerPair,
@@ -33,6 +33,7 @@ from strop.sandbox.spawn import Spawn, keep_alive, spawn_node
 
 _log = logging.getLogger(__name__)
 _ResultT = TypeVar("_ResultT")
+_ItemT = TypeVar("_ItemT")
 
 _MAX_WAIT_S = 1800.0  # for a slot
 _ANSWER_GRACE_S = 60.0  # after the limit of a call, until the supervisor is at fault
@@ -40,6 +41,58 @@ _SESSION_S = 30.0  # to open, fork or close a session
 _LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
 _CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
 NUM_PAIRS = 32  # of answers in one call of the supervisor
+
+
+class FairQueue(Generic[_ItemT]):
+    """Clients take turns, and within one client the oldest item is next.
+
+    An item waits for at most one item of every other client, however many these have. Every operation takes constant time. An
+    item is in the queue at most once.
+    """
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[Hashable, OrderedDict[_ItemT, None]] = OrderedDict()  # next turn first; none is empty
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, client: Hashable, item: _ItemT, *, is_first: bool = False) -> None:
+        """Put the item after the others of its client, or with `is_first` before them."""
+        if (items := self._clients.get(client)) is None:
+            items = self._clients[client] = OrderedDict()
+        items[item] = None
+        if is_first:
+            items.move_to_end(item, last=False)
+        self._length += 1
+
+    def pop(self) -> _ItemT:
+        """Remove the next item. Raises `IndexError` if there is none."""
+        if not self._length:
+            raise IndexError("pop from an empty queue")
+        client, items = next(iter(self._clients.items()))
+        item, _ = items.popitem(last=False)
+        self._length -= 1
+        if items:
+            self._clients.move_to_end(client)
+        else:
+            del self._clients[client]
+        return item
+
+    def remove(self, client: Hashable, item: _ItemT) -> bool:
+        """Remove one item; False if it is not in the queue."""
+        items = self._clients.get(client)
+        if items is None or item not in items:
+            return False
+        del items[item]
+        self._length -= 1
+        if not items:
+            del self._clients[client]
+        return True
+
+    def firsts(self) -> list[_ItemT]:
+        """The oldest item of every client."""
+        return [next(iter(items)) for items in self._clients.values()]
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.sandbox.fair_queue import FairQueue
+from strop.sandbox.local import FairQueue
 
 
 def test_a_lone_item_is_next_though_another_client_has_45_000() -> None:
