@@ -1,5 +1,6 @@
 """The demo's stages on machines in network namespaces: trained over two of them, cut off, stopped, killed, and resumed."""
 
+import gzip
 import json
 import os
 import signal
@@ -65,7 +66,7 @@ def _pid_of_a_rank(cluster, machine):
         for pid in cluster.machines.pids(machine):
             try:
                 if (
-                    "_Host" in Path(f"/proc/{pid}/cmdline").read_text()
+                    "ray::Host" in Path(f"/proc/{pid}/cmdline").read_text()
                     and "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
                 ):
                     return pid
@@ -107,3 +108,38 @@ def test_a_lost_rank_is_named_and_training_goes_on_from_the_checkpoint(cluster, 
     assert loss["time"] - happened < 15  # it names it in 5 s; the rest is the end of the other ranks
     for name, tensor in weights(tmp_path / "lost", "sft").items():
         assert torch.allclose(tensor, weights(divided, "sft")[name], atol=1e-6), name
+
+
+def _rollouts(run):
+    """The tokens and the reward of each rollout of the first step."""
+    [path] = (run / "stages" / "rl" / "rollouts").glob("step-000001.jsonl*")
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    found = [json.loads(line)["rollout"] for line in lines]
+    return {
+        json.dumps(each["trajectory"]["key"]): (
+            [turn["completion"]["ids"] for turn in each["trajectory"]["turns"]],
+            each["reward"],
+        )
+        for each in found
+    }
+
+
+def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process_plays(cluster, tmp_path):
+    words = ["train", "recipes/demo.toml", "--runs", tmp_path, "--until", "rl"]
+    small = [*SMALL, "stages.before.num_tasks=4", "stages.rl.steps=2", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
+    cluster.run(*words, "--name", "whole", *sets(*small))
+    layout = ["stages.rl.trainer.workers=2", "engine.replicas=2", "cluster.trainer_nodes=2", "cluster.sandbox_nodes=2"]
+    cluster.run(*words, "--name", "spread", "--cluster", cluster.address, *sets(*small, *layout))
+    whole, spread = (_rollouts(tmp_path / name) for name in ("whole", "spread"))
+    assert len(whole) == 32  # twice the group, of which GRPO-RoC keeps half
+    assert whole == spread
+    placed = [event["nodes"] for event in events(tmp_path / "spread") if event["event"] == "placed" and event["stage"] == "rl"]
+    assert placed == [
+        [
+            "198.18.0.1: 1 trainer rank, 1 engine",
+            "198.18.0.2: 1 trainer rank, 1 code service",
+            "198.18.0.3: 1 engine, 1 code service",
+        ]
+    ]
+    assert not [event for event in events(tmp_path / "spread") if event["event"] == "engine_lost"]
