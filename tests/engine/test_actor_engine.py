@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -155,9 +156,7 @@ def test_progress_is_that_of_the_engine(play):
 class LyingEngine(actor._HostedEngine):
     """Answers with what cannot be."""
 
-    def __init__(self, *arguments, lies):
-        super().__init__(*arguments)
-        self.lies = lies
+    lies: Mapping[str, Any]
 
     async def complete(self, *arguments):
         return replace(await super().complete(*arguments), **self.lies)
@@ -165,6 +164,18 @@ class LyingEngine(actor._HostedEngine):
     async def load_weights(self, *arguments):
         version, capabilities = await super().load_weights(*arguments)
         return version + self.lies.get("policy_version", 0), capabilities
+
+
+class Liar:
+    """Opens lying engines in place of `_HostedEngine`."""
+
+    def __init__(self, lies):
+        self.lies = lies
+
+    async def open(self, *arguments):
+        engine = await LyingEngine.open(*arguments)
+        engine.lies = self.lies
+        return engine
 
 
 @pytest.mark.slow  # a process each
@@ -177,7 +188,7 @@ class LyingEngine(actor._HostedEngine):
     ],
 )
 def test_a_completion_that_cannot_be_is_the_end_of_the_engine_and_is_named(play, monkeypatch, lies, fault):
-    monkeypatch.setattr(actor, "_HostedEngine", partial(LyingEngine, lies=lies))
+    monkeypatch.setattr(actor, "_HostedEngine", Liar(lies))
 
     async def scenario(engine):
         waiting = asyncio.create_task(engine.complete(make_request("other", [1], **_ENDLESS)))
@@ -195,7 +206,7 @@ def test_a_completion_that_cannot_be_is_the_end_of_the_engine_and_is_named(play,
 
 @pytest.mark.slow
 def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, monkeypatch):
-    monkeypatch.setattr(actor, "_HostedEngine", partial(LyingEngine, lies={"policy_version": 1}))
+    monkeypatch.setattr(actor, "_HostedEngine", Liar({"policy_version": 1}))
 
     async def scenario(engine):
         with pytest.raises(EngineLost, match="holds version 6 after 5 was published"):
@@ -340,6 +351,7 @@ def test_stop_strings_need_a_tokenizer_in_the_models_directory(play, tmp_path):
 _STARTER = """
 import asyncio, os, sys
 from pathlib import Path
+from typing import Any
 from strop.engine import ActorEngine, EngineConfig
 
 async def start(model, folder):
