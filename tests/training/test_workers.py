@@ -387,12 +387,12 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory,
 
 
 @pytest.mark.slow
-def test_law_7_a_rank_that_hangs_is_named_when_its_time_is_over(model_directory, make_batch):
-    trainer = Trainer.from_directory(model_directory, config_of(2, worker_timeout_s=20.0))
+def test_a_rank_that_is_stopped_is_named_within_seconds(model_directory, make_batch):
+    trainer = Trainer.from_directory(model_directory, config_of(2))
     os.kill(trainer.learner._actors.pids[1], signal.SIGSTOP)
 
     async def scenario():
-        with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* gave no answer to update"):
+        with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* was stopped during update"):
             await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
 
     closing(scenario, trainer)
