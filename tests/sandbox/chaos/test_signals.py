@@ -123,7 +123,8 @@ def test_one_service_of_two_that_dies_or_stops(tmp_path: Path) -> None:
 def test_everything_at_once(tmp_path: Path) -> None:
     deeds = tuple((deed, part) for deed in Deed for part in Part)
     plan = Plan(deeds=deeds, pause_s=(0.1, 1.0), stop_s=(0.05, 5.0))
-    asyncio.run(play(tmp_path, plan, within_s=45.0, seed=5, fault_share=0.02))
+    # The one supervisor meets every act; the longest wait seen on a busy machine is 53 s.
+    asyncio.run(play(tmp_path, plan, within_s=70.0, seed=5, fault_share=0.02))
 
 
 def test_fork_servers_and_supervisors_that_die_where_programs_have_no_namespaces(tmp_path: Path) -> None:
