@@ -96,11 +96,11 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     ".": 2296,  # 1400
     "algorithms": 2053,
     "analysis": 1043,  # 900
-    "cluster": 1321,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
+    "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1438,  # 2000 with doctor and cs336
     "cs336": 1257,
     "curation": 1690,  # 1600
-    "doctor": 1692,
+    "doctor": 1675,
     "engine": 6648,  # 6000
     "evaluation": 2109,  # 1400
     "pipeline": 1631,
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 363  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 47_669  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 66_867  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 47_653  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 66_852  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -39,7 +39,7 @@ def test_the_doctor_names_each_lack_its_node_and_the_remedy(unlike):
 def test_a_run_is_refused_before_anything_is_begun(unlike):
     cluster, runs = unlike
     said = cluster.run("train", "recipes/demo.toml", "--cluster", cluster.address, "--runs", runs, code=2)
-    assert f"error: node {NODE} has torch 2.8.0 and not" in said
+    assert f"error: node {NODE} has torch 2.8.0 instead of" in said
     assert not (runs / "demo" / "stages").exists()
 
 

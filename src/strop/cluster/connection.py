@@ -26,7 +26,7 @@ _ResultT = TypeVar("_ResultT")
 LOGS = "Its logs are in /tmp/ray/session_latest/logs. Start again with the same command."
 RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",  # else whoever reaches a port runs programs
+    "RAY_AUTH_MODE": "token",  # else everybody who reaches a port runs programs
     "RAY_memory_monitor_refresh_ms": "0",  # else it kills processes where memory is nearly full
     # A node that is cut off is lost after 10 s, not after a minute.
     "RAY_health_check_period_ms": "1000",
@@ -44,10 +44,6 @@ def check_installed(key: str, *, instead: str = "") -> None:
     """Raises `UserError` if Ray, which `key` of the recipe needs, is not installed. Does not import it."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"{key} needs Ray, which is not installed. Install it with: pip install 'strop[cluster]'.{instead}")
-
-
-class NodeLost(ActorsLost):
-    """A machine of the cluster does not answer."""
 
 
 class _Agent:
@@ -128,7 +124,7 @@ class Connection:
         """Return `function(*arguments)`, computed on `node`.
 
         Raises:
-            NodeLost: the node does not answer. What the function raises.
+            ActorsLost: the node does not answer. What the function raises.
         """
         if self.is_here(node):
             return function(*arguments)
@@ -142,7 +138,7 @@ class Connection:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, StropError) else error from error
         except self.ray.exceptions.RayError as error:
-            raise NodeLost(f"node {node} does not answer: {first_line(error)}") from error
+            raise ActorsLost(f"node {node} does not answer: {first_line(error)}") from error
 
     def place(self, roles: Roles) -> Placement:
         """Set and return the placement. Raises `UserError` if the cluster is too small."""
@@ -221,7 +217,9 @@ def connected(config: ClusterConfig | None, directory: Path | None) -> Iterator[
     connection = enter("cluster", config, directory)
     try:
         if directory is not None:
-            _check_nodes(connection, directory.absolute())
+            for problems in (unlike_nodes(connection), nodes_that_do_not_see(connection, directory.absolute())):
+                for problem, remedy in problems:
+                    raise UserError(f"{problem} {remedy}")
         yield connection
     finally:
         leave()
@@ -280,7 +278,7 @@ def copy_file(source: Node | None, path: Path, node: Node | None, to: Path) -> N
 
     Raises:
         MachineError: the other node has no room for it.
-        NodeLost: a node does not answer.
+        ActorsLost: a node does not answer.
     """
     assert _connection is not None
     here = _connection.here()
@@ -338,26 +336,30 @@ def versions() -> dict[str, str]:
     return {"Python": platform.python_version(), **{name: version(name) for name in ("strop", "torch", "transformers", "ray")}}
 
 
-def _check_nodes(connection: Connection, directory: Path) -> None:
+def unlike_nodes(connection: Connection) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with each node that has other versions than this one, and the remedy."""
+    here = versions()
+    for node in connection.nodes():
+        there = connection.run(node, versions, timeout_s=_START_S)
+        if other := [f"{name} {there[name]} instead of {here[name]}" for name in here if there[name] != here[name]]:
+            yield f"node {node} has {', '.join(other)}.", f"Install the same versions on {node}."
+
+
+def nodes_that_do_not_see(connection: Connection, directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with each node that does not share the absolute `directory`, and the remedy."""
     token = secrets.token_hex(8)
     mark = directory / f".seen-{token}"
     mark.write_text(token)
     try:
-        here = versions()
         for node in connection.nodes():
-            there = connection.run(node, versions, timeout_s=_START_S)
-            if other := [f"{name} {there[name]} and not {here[name]}" for name in here if there[name] != here[name]]:
-                raise UserError(f"node {node} has {', '.join(other)}. Install the same versions on all nodes.")
-            if connection.run(node, read_or_none, mark) != token:
-                raise UserError(
-                    f"node {node} does not see {directory.absolute()}. Put runs (--runs) and models into a directory that all"
-                    " nodes share, at the same path."
-                )
+            if connection.run(node, _read_or_none, mark) != token:
+                remedy = f"Mount it on {node} at the same path, or name one that all nodes share with --runs."
+                yield f"node {node} does not see {directory}.", remedy
     finally:
         mark.unlink()
 
 
-def read_or_none(path: Path) -> str | None:
+def _read_or_none(path: Path) -> str | None:
     try:
         return path.read_text()
     except OSError:

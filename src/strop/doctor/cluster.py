@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from strop.cluster.connection import Connection, connected, read_or_none, versions
+from strop.cluster.connection import Connection, connected, nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node
 from strop.doctor.finding import Diagnosis, Finding
 from strop.engine.config import ServerConfig
@@ -63,32 +62,16 @@ def _check_placement(connection: Connection, nodes: Sequence[Node], recipe: Reci
 
 
 def _check_versions(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del recipe, directory
-    here = versions()
-    for node in nodes:
-        there = connection.run(node, versions)
-        if other := [f"{name} {there[name]} instead of {here[name]}" for name in here if there[name] != here[name]]:
-            yield Finding(
-                check="versions", detail=f"node {node} has {', '.join(other)}.", remedy=f"Install the same versions on {node}."
-            )
-    yield Finding(check="versions", detail=", ".join(f"{name} {number}" for name, number in here.items()))
+    del nodes, recipe, directory
+    for detail, remedy in unlike_nodes(connection):
+        yield Finding(check="versions", detail=detail, remedy=remedy)
+    yield Finding(check="versions", detail=", ".join(f"{name} {number}" for name, number in versions().items()))
 
 
 def _check_directory(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del recipe
-    token = secrets.token_hex(8)
-    mark = directory.absolute() / f".seen-{token}"
-    mark.write_text(token)
-    try:
-        for node in nodes:
-            if connection.run(node, read_or_none, mark) != token:
-                yield Finding(
-                    check="shared directory",
-                    detail=f"node {node} does not see {directory.absolute()}.",
-                    remedy=f"Mount it on {node} at the same path, or name one that all nodes share with --runs.",
-                )
-    finally:
-        mark.unlink()
+    del nodes, recipe
+    for detail, remedy in nodes_that_do_not_see(connection, directory.absolute()):
+        yield Finding(check="shared directory", detail=detail, remedy=remedy)
     yield Finding(check="shared directory", detail=f"all nodes see {directory.absolute()}")
 
 

@@ -279,7 +279,7 @@ class ConversationTable:
                 request_id: Share(num_ids=share.num_ids, num_computed=0) for request_id, share in conversation.lineage.items()
             }
             if not conversation.is_running:
-                conversation.opening = ()  # whoever waited for it would wait until it goes on
+                conversation.opening = ()  # those that waited for it would wait until it goes on
 
     def close_all(self) -> None:
         for conversation in list(self):

@@ -1,0 +1,38 @@
+"""Processes that make each call together."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.cluster.actors import Actors
+from strop.errors import ActorsLost
+
+
+class Sleeper:
+    """Answers at once, but for rank 1."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __call__(self, name):
+        if self.rank == 1:
+            time.sleep(600)
+        return name
+
+
+@pytest.mark.slow  # starts Ray
+def test_law_7_a_process_that_hangs_is_named_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr("strop.cluster.actors._GRACE_S", 2.0)
+    actors = Actors(2, what="the test", key="the test", timeout_s=60.0)
+    try:
+        actors.make(Sleeper, [(0,), (1,)])
+        pids = list(actors.pids)
+        assert os.getpid() not in pids
+        actors._timeout_s = 1.0
+        with pytest.raises(ActorsLost, match=r"^rank 1 of 2 of the test \(process \d+\) gave no answer to wait"):
+            actors.call("wait")
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        actors.close()
