@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ import torch
 from provenance import code_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.evaluation.preferences import label_quality, pair_quality
 from strop.run_directory import write_json, write_text
 from strop.stages.model import make_tokenizer
+from strop.stages.reward_model import label_quality, pair_quality
 from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
 from strop.training.preferences import JudgedOn, Labelled, Pair, Preference, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer
@@ -215,8 +215,8 @@ async def measured(trainer: RewardTrainer, held_out: Sequence[PreferenceRows]) -
     scores = await trainer.score([row for each in held_out for row in each.rows])
     lengths = [length for each in held_out for length in each.response_lengths]
     if held_out[0].is_pair:
-        return pair_quality(scores[::2], scores[1::2], lengths[::2], lengths[1::2]).as_json()
-    return label_quality(scores, [each.is_good for each in held_out], lengths).as_json()
+        return asdict(pair_quality(scores[::2], scores[1::2], lengths[::2], lengths[1::2]))
+    return asdict(label_quality(scores, [each.is_good for each in held_out], lengths))
 
 
 def bars_of(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Bar]:

@@ -97,12 +97,12 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "algorithms": 2053,
     "analysis": 1043,  # 900
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
-    "cli": 1438,  # 2000 with doctor and cs336
+    "cli": 1384,  # 2000 with doctor and cs336
     "cs336": 1257,
     "curation": 1690,  # 1600
     "doctor": 1675,
     "engine": 6648,  # 6000
-    "evaluation": 2109,  # 1400
+    "evaluation": 1646,  # 1400
     "pipeline": 1631,
     "recipe": 1069,
     "reports": 3470,  # 3500
@@ -111,7 +111,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "runs": 683,
     "sandbox": 11636,  # 10500
     "simulation": 918,  # 900
-    "stages": 6302,  # 3800
+    "stages": 6463,  # 3800
     "tasks": 3176,  # 2200
     "tools": 2518,  # 2000
     "training": 4993,  # 4500
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 363  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 47_653  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 66_852  # goal: 52 000
+    assert len(FILES) <= 359  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 47_397  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 66_496  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -97,41 +97,6 @@ def test_the_leaderboard_is_a_table_a_page_and_a_file(tmp_path):
     assert (tmp_path / "board.html").exists()
 
 
-def test_other_harnesses_are_printed_as_commands_and_their_results_taken_in(tmp_path):
-    words = ("harness", "bfcl-eval", "--address", "http://127.0.0.1:8000", "--model", "m", "--tasks", "live", "--out", tmp_path)
-    generate, judge = invoke(*words, "--tokenizer", "my model").output.splitlines()
-    assert "LOCAL_SERVER_PORT=8000" in generate
-    assert "my model'" in generate  # one word for a shell
-    assert judge.startswith("bfcl evaluate ")
-    assert "give --tokenizer" in str(invoke(*words).exception)
-    score = tmp_path / "score" / "m" / "BFCL_v3_simple_score.json"
-    score.parent.mkdir(parents=True)
-    score.write_text('{"accuracy": 0.5, "correct_count": 2, "total_count": 4}\n')
-    told = invoke("import", "bfcl-eval", tmp_path / "score", "--runs", tmp_path / "runs").output
-    assert told.startswith("bfcl-v3/simple: 0.500 of 4")
-    assert "bfcl-v3/simple" in invoke("leaderboard", tmp_path / "runs").output
-
-
-def test_an_import_does_not_replace_the_result_of_another_model_under_the_same_name(tmp_path):
-    score = tmp_path / "score" / "m" / "BFCL_v3_simple_score.json"
-    score.parent.mkdir(parents=True)
-    words = ("import", "bfcl-eval", tmp_path / "score", "--runs", tmp_path / "runs")
-    score.write_text('{"accuracy": 0.5, "correct_count": 2, "total_count": 4}\n')
-    for _ in range(2):
-        assert invoke(*words).exit_code == 0  # the same result may come twice
-    score.write_text('{"accuracy": 0.75, "correct_count": 3, "total_count": 4}\n')
-    assert "which differs in accuracy" in str(invoke(*words).exception)
-    assert invoke(*words, "--name", "later").exit_code == 0
-    assert len(list((tmp_path / "runs").glob("*/eval/result.json"))) == 2
-
-
-def test_imported_results_of_lm_eval_are_compared(tmp_path):
-    imported = invoke("import", "lm-eval", Path(__file__).with_name("harness_files") / "lm_eval", "--runs", tmp_path)
-    assert len(imported.stdout.splitlines()) == 5
-    output = invoke("compare", tmp_path / "lm-eval-tiny__a-rules", tmp_path / "lm-eval-tiny__b-rules", "--json").output
-    assert json.loads(output)["metrics"][0]["paired"]["num_better"] == 2
-
-
 def test_no_detectable_difference_is_above_100_percent(tmp_path):
     put(tmp_path / "a", [0, 1])
     put(tmp_path / "b", [1, 0])  # differences 1 and -1: 2.8 times their standard error is 2.8

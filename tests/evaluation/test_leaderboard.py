@@ -3,8 +3,7 @@ import json
 import pytest
 
 from strop.errors import RunError
-from strop.evaluation.leaderboard import gather
-from strop.evaluation.results import write_eval
+from strop.evaluation.results import gather, write_eval
 from strop.reports.evaluations import leaderboard_page, leaderboard_table
 from strop.run_directory import write_json
 

@@ -1,6 +1,6 @@
 import pytest
 
-from strop.evaluation.preferences import area_under_curve, correlation, label_quality, pair_quality
+from strop.stages.reward_model import area_under_curve, correlation, label_quality, pair_quality
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from attempts import attempt, group_of
 
 from strop.errors import RunError
 from strop.evaluation.compare import compare
-from strop.evaluation.leaderboard import gather
 from strop.evaluation.metrics import USUAL, rollout_metrics, verdict_of
-from strop.evaluation.results import figures_of, problem_of, read_eval, write_eval
+from strop.evaluation.results import figures_of, gather, problem_of, read_eval, write_eval
 from strop.rewards import FunctionReward, MathReward, Reward
 
 SCORER = {"kind": "scorer", "scorer": {"kind": "embedded", "path": "models/helpful"}}

@@ -3,8 +3,8 @@ import asyncio
 import pytest
 from attempts import attempt, boxed, group_of
 
-from strop.evaluation.votes import Voting
 from strop.rewards import CodeReward, MathReward, Reward
+from strop.stages.evaluation import Voting
 from strop.types import StopReason
 
 QA = "strop.evaluation.short_answers:exact_match"

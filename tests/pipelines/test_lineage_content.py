@@ -12,7 +12,7 @@ import strop
 from scripted_runs import RECIPE, answer, make_recipe, recipe_of, run_recipe
 from strop.config import validate
 from strop.errors import RunError
-from strop.evaluation.leaderboard import gather
+from strop.evaluation.results import gather
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory, read_json, write_json
 from strop.runs import lineage

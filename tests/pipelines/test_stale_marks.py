@@ -8,7 +8,7 @@ import pytest
 from scripted_runs import RECIPE, make_recipe, recipe_of, run_recipe
 from strop.config import validate
 from strop.errors import RunError
-from strop.evaluation.leaderboard import gather
+from strop.evaluation.results import gather
 from strop.recipe.recipe import Recipe, resolve
 from strop.reports.log import StageState, read_run
 from strop.run_directory import read_json, write_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,7 +14,6 @@ from strop.cli.planning import DryRun, OnHardware, print_dry_run
 from strop.cli.stopping import run_until_stopped
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Harness = Annotated[Literal["bfcl-eval", "lm-eval"], typer.Argument(help="bfcl-eval or lm-eval.", metavar="HARNESS")]
 Runs = Annotated[Path, typer.Option("--runs", help="Directory for results, with one directory each.")]
 
 
@@ -114,7 +113,7 @@ def leaderboard(
     as_json: Json = False,
 ) -> None:
     """Rank every evaluation below some directories within its benchmark: tables, and a page with a JSON file next to it."""
-    from strop.evaluation.leaderboard import gather
+    from strop.evaluation.results import gather
     from strop.reports.evaluations import leaderboard_page, leaderboard_table
     from strop.reports.terminal import print_table, printable
     from strop.run_directory import write_json, write_text
@@ -134,59 +133,6 @@ def leaderboard(
     for reason in board.left_out:
         typer.echo(printable(f"left out: {reason}"), err=True)
     typer.echo(f"\n{page}")
-
-
-@app.command()
-def harness(
-    name: Harness,
-    address: Annotated[str, typer.Option("--address", help="http://host:port of an OpenAI-compatible server.")],
-    model: Annotated[str, typer.Option("--model", help="Name of the model in the server (lm-eval) or harness (bfcl-eval).")],
-    tasks: Annotated[str, typer.Option("--tasks", help="Tasks or categories, separated by commas.")],
-    out: Annotated[Path, typer.Option("--out", help="Directory for the files of the harness.")],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            "--tokenizer",
-            help="bfcl-eval: the model directory. The server must call its model by its absolute path.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Print the commands that run another harness against a served model, for a shell of its own environment."""
-    from strop.errors import ConfigError
-    from strop.evaluation.harnesses import bfcl_commands, lm_eval_command
-
-    if name == "lm-eval":
-        typer.echo(lm_eval_command(address, model=model, tasks=tasks.split(","), out=out))
-    elif tokenizer is None:
-        raise ConfigError("bfcl-eval renders prompts itself: give --tokenizer, the model directory.")
-    else:
-        commands = bfcl_commands(address, model=model, tokenizer=tokenizer, categories=tasks.split(","), out=out)
-        typer.echo("\n".join(commands))
-
-
-@app.command(name="import")
-def import_results(
-    name: Harness,
-    directory: Annotated[Path, typer.Argument(help="The directory that the harness wrote.", metavar="DIR")],
-    runs: Runs = Path("runs"),
-    label: Annotated[str | None, typer.Option("--name", help="Prefix of the directories' names; default: HARNESS.")] = None,
-) -> None:
-    """Import the results of another harness, for comparisons and the leaderboard."""
-    from strop.evaluation.harnesses import read_bfcl, read_lm_eval
-    from strop.evaluation.results import refuse_to_replace, write_eval
-    from strop.reports.terminal import printable
-
-    imported = read_bfcl(directory) if name == "bfcl-eval" else read_lm_eval(directory)
-    places = {runs / f"{label or name}-{found.name}": found for found in imported.found}
-    for place, found in places.items():
-        refuse_to_replace(place / "eval", found.result)
-    for place, found in places.items():
-        write_eval(place / "eval", found.result, found.problems)
-        accuracy = f"{found.result['accuracy']:.3f} of {found.result['num_tasks']}"
-        typer.echo(printable(f"{found.result['benchmark']}: {accuracy} -> {place}"))
-    for note in imported.notes:
-        typer.echo(printable(note), err=True)
 
 
 @app.command(name="arena-hard")
@@ -232,7 +178,7 @@ def arena_hard(
         num_questions=len(asked),
         think_tag=think_tag,
     )
-    refuse_to_replace(place / "eval", found, keys=("benchmark", "run", "reward"))
+    refuse_to_replace(place / "eval", found)
     write_eval(place / "eval", found, problems)
     typer.echo(
         printable(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,13 @@ def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USU
     }
 
 
-def refuse_to_replace(directory: Path, result: Mapping[str, Any], *, keys: Collection[str] | None = None) -> None:
-    """Raise `RunError` if `directory` holds a result that differs from `result` in one of `keys`, or in any key."""
+def refuse_to_replace(directory: Path, result: Mapping[str, Any]) -> None:
+    """Raise `RunError` if `directory` holds the result of another benchmark, model or judge than `result`."""
     path = directory / RESULT
     if not path.exists():
         return
     there, here = (json.loads(json.dumps(each)) for each in (read_json(path), result))
-    if differing := [key for key in keys or {**there, **here} if there.get(key) != here.get(key)]:
+    if differing := [key for key in ("benchmark", "run", "reward") if there.get(key) != here.get(key)]:
         raise RunError(
             f"{path}: holds another result, which differs in {', '.join(differing)}. Choose another --name, or remove the"
             " directory."
@@ -216,3 +216,90 @@ def _parts(groups: Sequence[Group], *, seed: int) -> dict[str, dict[str, float]]
         each = average_at_k([of_task for of_task in judged if of_task], seed=seed)
         found[name] = {"mean": each.mean, "low": each.low, "high": each.high}
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One evaluation. `result` is its result.json."""
+
+    benchmark: str
+    name: str  # of the run, followed by the stage if the run has several evaluations of the benchmark
+    place: Path
+    result: Mapping[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.result["accuracy"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaderboard:
+    """Benchmarks by name, each with the best entry first; and the reasons why damaged or stale results are left out."""
+
+    benchmarks: Mapping[str, Sequence[Entry]]
+    left_out: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "benchmarks": {
+                name: [{"name": each.name, "place": str(each.place), **each.result} for each in entries]
+                for name, entries in self.benchmarks.items()
+            },
+            "left_out": list(self.left_out),
+        }
+
+
+def gather(directories: Sequence[Path]) -> Leaderboard:
+    """Return every finished evaluation below `directories`. Damaged and stale ones are listed in `left_out`.
+
+    Raises:
+        RunError: a directory does not exist, or none holds an evaluation.
+    """
+    for directory in directories:
+        if not directory.exists():
+            raise RunError(f"{directory}: no such directory. Give directories that hold runs.")
+    paths = dict.fromkeys(path.resolve() for directory in directories for path in find_results(directory))
+    entries, left_out = [], []
+    for path in paths:
+        try:
+            entries.append(_entry(path))
+        except RunError as error:
+            left_out.append(str(error))
+    if not entries:
+        reasons = "; ".join(left_out) or "there is no eval/result.json"
+        raise RunError(f"{', '.join(map(str, directories))}: no evaluation to show: {reasons}. Run `strop eval` first.")
+    entries = _with_stages(entries)
+    entries.sort(key=lambda each: (each.benchmark, -each.accuracy, each.name, str(each.place)))
+    names = dict.fromkeys(each.benchmark for each in entries)
+    return Leaderboard(
+        benchmarks={name: [each for each in entries if each.benchmark == name] for name in names}, left_out=left_out
+    )
+
+
+def _with_stages(entries: Sequence[Entry]) -> list[Entry]:
+    """Add the stage to the name where a run has several evaluations of a benchmark."""
+    counts = Counter((each.benchmark, _run_of(each.place)) for each in entries)
+    return [
+        replace(each, name=f"{each.name}/{each.place.name}") if counts[each.benchmark, _run_of(each.place)] > 1 else each
+        for each in entries
+    ]
+
+
+def _entry(path: Path) -> Entry:
+    result = read_json(path)
+    if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
+        raise RunError(f"{path}: cannot be ranked, since it has no 'accuracy': no reward says what is right")
+    place = place_of(path)
+    if because := why_stale(path):
+        raise RunError(f"{path}: stale, so it is not ranked: {because}. Rerun it: `strop train` with --from {place.name}")
+    return Entry(
+        benchmark=str(result.get("benchmark") or result.get("stage") or "unnamed"),
+        name=str(result.get("run") or _run_of(place).name),
+        place=place,
+        result=result,
+    )
+
+
+def _run_of(place: Path) -> Path:
+    """Return the run directory of a stage."""
+    return place.parent.parent if place.parent.name == "stages" else place

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from strop.evaluation.compare import Comparison, MetricComparison
-from strop.evaluation.leaderboard import Entry, Leaderboard
+from strop.evaluation.results import Entry, Leaderboard
 from strop.reports.html import render
 from strop.reports.scales import Table, Unit, figure
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from strop.evaluation.metrics import ResponseKind, num_sampled_tokens, verdict_of
+from strop.evaluation.metrics import ResponseKind, Verdict, num_sampled_tokens, verdict_of
 from strop.evaluation.results import figures_of, problem_of, write_eval
-from strop.evaluation.votes import Voting
+from strop.evaluation.short_answers import read_answer, read_letter
 from strop.recipe.graph import Product
 from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.rewards.base import Reward, RunService
+from strop.rewards.function import FunctionPart
+from strop.rewards.sum import SumReward
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
@@ -21,10 +25,92 @@ from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks
 from strop.tasks.protocol import Split
 from strop.tools.limits import AbsentTool, NoisyTool
 from strop.tools.protocol import Tool
-from strop.types import Group, derive_seed
+from strop.types import Group, Trajectory, derive_seed
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
+
+
+_READERS: dict[str, Callable[[Trajectory], str]] = {
+    "strop.evaluation.short_answers:exact_match": read_answer,
+    "strop.evaluation.short_answers:right_letter": read_letter,
+}
+"""Our own reward functions that judge answers, and how each reads one; both compare texts."""
+
+
+class Voting:
+    """The answer of each attempt, where answers that the task's judge takes for the same are one: the votes of maj@k (cons@k).
+
+    `close` releases what compares answers.
+
+    Args:
+        service: compares answers; processes of its own by default.
+    """
+
+    def __init__(self, reward: Reward, service: RunService | None = None) -> None:
+        judged = reward.replaced()  # whose parts are opened here
+        self._verdict = Verdict(judged.verifying_parts)
+        self._parts = {name: part for name in self._verdict.parts if (part := judged.answer_part(name)) is not None}
+        self._readers: dict[str, Callable[[Trajectory], str | None]] = {}
+        for name, part in self._parts.items():
+            part.open(service)
+            self._readers[name] = part.read_answer
+        for name, mine in judged.parts.items() if isinstance(judged, SumReward) else ():
+            if isinstance(mine, FunctionPart) and mine.config.function in _READERS:
+                self._readers[name] = _READERS[mine.config.function]
+
+    async def votes(self, groups: Sequence[Group]) -> list[list[str]] | None:
+        """The answer of each attempt in each group, as the first of those that are the same; "" if there is none.
+
+        An answer is read by the part that says what is right for the task; without such a part there are no answers. None if
+        such a part has no answers to compare (`without_answers`).
+
+        Raises:
+            MachineError: what compares answers was lost.
+        """
+        if self.without_answers(groups):
+            return None
+        return list(await asyncio.gather(*(self._votes_of(group) for group in groups)))
+
+    def without_answers(self, groups: Sequence[Group]) -> list[str]:
+        """The parts that say what is right for some of `groups` but compare no answers: programs, a user's own function."""
+        judging = dict.fromkeys(name for group in groups if (name := self._part_of(group)) is not None)
+        return [name for name in judging if name not in self._readers]
+
+    async def close(self) -> None:
+        for part in self._parts.values():
+            await part.close()
+
+    def _part_of(self, group: Group) -> str | None:
+        """The part that says what is right for the group's task."""
+        given = {name for scored in group.trajectories for name in scored.reward_parts}
+        return next((name for name in self._verdict.parts if name in given), None)
+
+    async def _votes_of(self, group: Group) -> list[str]:
+        """Right answers count as one; a wrong one is compared with the different wrong ones before it."""
+        name = self._part_of(group)
+        right = ""
+        first_same: dict[str, str] = {}  # of a wrong answer: the first one that is the same
+        votes = []
+        for scored in group.trajectories:
+            answer = "" if name is None else self._readers[name](scored.trajectory)
+            if not answer:
+                votes.append("")
+            elif self._verdict(scored):
+                right = right or answer
+                votes.append(right)
+            else:
+                if answer not in first_same:
+                    first_same[answer] = await self._first_same(name, answer, list(dict.fromkeys(first_same.values())))
+                votes.append(first_same[answer])
+        return votes
+
+    async def _first_same(self, name: str | None, answer: str, known: Sequence[str]) -> str:
+        part = self._parts.get(name or "")
+        for each in known:
+            if part is not None and await part.is_same(each, answer):
+                return each
+        return answer
 
 
 class Eval(FixedSetStage):

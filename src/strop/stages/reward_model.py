@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from strop.engine.config import EngineConfig
 from strop.errors import TaskError
-from strop.evaluation.preferences import PreferenceQuality, label_quality, pair_quality
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult, scoring_stages
@@ -89,7 +90,7 @@ class RewardModel(TrainingStage):
             opened.push_async_callback(trainer.close)
             await _learn(context, config, trainer, sets.train, steps)
             quality = await _measure(trainer, sets.test)
-            write_json(directory.path / "quality.json", quality.as_json() | {"num_left_out": sets.num_left_out})
+            write_json(directory.path / "quality.json", asdict(quality) | {"num_left_out": sets.num_left_out})
             await write_saved(directory.model, trainer.save_model)
             prune_finished(context, config)
         auc = "unknown" if quality.auc is None else f"{quality.auc:.3f}"
@@ -231,3 +232,78 @@ def with_reward_models(stage: StageT, run: RunDirectory) -> StageT:
 def _bound(part: Part, run: RunDirectory, stage: str) -> Part:
     scorer = part.config.scorer.model_copy(update={"path": str(product_of(run, stage)), "stage": None})
     return part.replaced(scorer=scorer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceQuality:
+    """Of a reward model on validation preferences. None where a value is undefined (only one class, equal lengths)."""
+
+    num: int  # pairs, or single responses
+    accuracy: float  # pairs in the right order, ties half; single responses on the right side of 0
+    auc: float | None  # how often any good response is scored above any bad one, over all prompts; ties count half
+    length_correlation: float | None  # Pearson's, of score and length in tokens, of the response only
+    length_correlation_in_pairs: float | None  # of their differences within a pair, independent of the prompt
+    length_correlation_in_labels: float | None  # of single responses: each minus its label's mean
+
+
+def pair_quality(
+    chosen: Sequence[float], rejected: Sequence[float], chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]
+) -> PreferenceQuality:
+    """The quality on pairs; each argument has one number per pair."""
+    margins, lengths = np.subtract(chosen, rejected), np.subtract(chosen_lengths, rejected_lengths)
+    return PreferenceQuality(
+        num=len(margins),
+        accuracy=float(np.mean((margins > 0) + 0.5 * (margins == 0))),
+        auc=area_under_curve(chosen, rejected),
+        length_correlation=correlation([*chosen, *rejected], [*chosen_lengths, *rejected_lengths]),
+        length_correlation_in_pairs=correlation(
+            # both directions of each difference, so that the order within pairs has no effect
+            [*margins, *-margins],
+            [*lengths, *-lengths],
+        ),
+        length_correlation_in_labels=None,
+    )
+
+
+def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Sequence[int]) -> PreferenceQuality:
+    """The quality on single responses.
+
+    If bad ones are longer, a good model scores long ones low without regard to length, so the correlation within labels shows
+    what length itself contributes.
+    """
+    good = [score for score, label in zip(scores, is_good, strict=True) if label]
+    bad = [score for score, label in zip(scores, is_good, strict=True) if not label]
+    right = [0.5 if score == 0 else float((score > 0) == label) for score, label in zip(scores, is_good, strict=True)]
+    return PreferenceQuality(
+        num=len(scores),
+        accuracy=float(np.mean(right)),
+        auc=area_under_curve(good, bad),
+        length_correlation=correlation(scores, lengths),
+        length_correlation_in_pairs=None,
+        length_correlation_in_labels=correlation(_less_the_mean_of(is_good, scores), _less_the_mean_of(is_good, lengths)),
+    )
+
+
+def area_under_curve(good: Sequence[float], bad: Sequence[float]) -> float | None:
+    """The share of all (good, bad) pairs in which the good one is larger, ties half; None if either is empty."""
+    if not good or not bad:
+        return None
+    ordered = np.sort(np.array(bad))
+    below, up_to = np.searchsorted(ordered, good, side="left"), np.searchsorted(ordered, good, side="right")
+    return float((below + up_to).sum() / (2 * len(good) * len(bad)))
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Pearson's; None if one of them is constant."""
+    if any(min(values, default=0.0) == max(values, default=0.0) for values in (one, other)):
+        return None  # compare the values: rounding could leave 1e-17 after subtracting the mean
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _less_the_mean_of(labels: Sequence[bool], values: Sequence[float]) -> list[float]:
+    """Each minus the mean of its label; exactly 0 if all values of the label are equal, despite rounding."""
+    found = np.array(values, dtype=np.float64)
+    for of_label in (np.array(labels), ~np.array(labels)):
+        same = found[of_label]
+        found[of_label] = same - same.mean() if len(set(same)) > 1 else 0.0
+    return list(found)

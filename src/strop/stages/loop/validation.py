@@ -8,12 +8,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.evaluation.votes import Voting
 from strop.recipe.stage import PlayedKeys
 from strop.run_directory import read_json, write_directory, write_json
 from strop.stages.context import StageContext
 from strop.stages.data import open_tasks
-from strop.stages.evaluation import Eval, summarise
+from strop.stages.evaluation import Eval, Voting, summarise
 from strop.stages.loop.checkpoints import CheckpointedKeys, prune_finished
 from strop.stages.loop.rollouts import GroupPlayer
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingKeys, ValidationConfig
