@@ -32,7 +32,7 @@ from typing import Any
 
 from grader_forms import HELD_OUT, NEW, FormSet
 
-from strop.rewards import MathReward, Reward, SumReward, dr_grpo, make_reward
+from strop.rewards import MathReward, Reward, SumReward, make_reward, math_text
 from strop.rewards.f1 import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import QuestionOnlyPart, R1ZeroPart
@@ -337,7 +337,7 @@ async def judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
 
 async def _judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
     reward = make_reward(grader.reward)
-    limit_s, dr_grpo.LIMIT_S = dr_grpo.LIMIT_S, PATIENCE_S
+    limit_s, math_text.LIMIT_S = math_text.LIMIT_S, PATIENCE_S
 
     async def one(case: Case) -> bool:
         task = Task(id="", question="", answer=case.label.text, source="")
@@ -351,7 +351,7 @@ async def _judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
             verdicts += await asyncio.gather(*map(one, cases[start : start + AT_ONCE]))
         return verdicts
     finally:
-        dr_grpo.LIMIT_S = limit_s
+        math_text.LIMIT_S = limit_s
         await reward.close()
 
 

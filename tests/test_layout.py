@@ -93,25 +93,25 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2296,  # 1400
+    ".": 2359,  # 1400
     "algorithms": 2053,
     "analysis": 1043,  # 900
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1384,  # 2000 with doctor and cs336
     "cs336": 1257,
-    "curation": 1690,  # 1600
-    "doctor": 1675,
+    "curation": 1673,  # 1600
+    "doctor": 1647,
     "engine": 6648,  # 6000
-    "evaluation": 1646,  # 1400
+    "evaluation": 1616,  # 1400
     "pipeline": 1631,
     "recipe": 1069,
     "reports": 3470,  # 3500
-    "rewards": 3783,  # 2600
+    "rewards": 3658,  # 2600
     "rollout": 5141,
     "runs": 683,
     "sandbox": 11636,  # 10500
     "simulation": 918,  # 900
-    "stages": 6463,  # 3800
+    "stages": 6461,  # 3800
     "tasks": 3176,  # 2200
     "tools": 2518,  # 2000
     "training": 4993,  # 4500
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 359  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 47_397  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 66_496  # goal: 52 000
+    assert len(FILES) <= 355  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 47_248  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 66_357  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

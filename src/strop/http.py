@@ -7,16 +7,16 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx2
 from pydantic import Field
 
 from strop.config import Config
 from strop.deadline import clock_stopped
-from strop.errors import UserError
+from strop.errors import MachineError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -318,3 +318,66 @@ class Failures:
             )
         if self._num.bit_count() == 1:  # 1, 2, 4, ...
             logger.warning("%s: %d so far; the last: %s", self._what, self._num, reason)
+
+
+AskedT = TypeVar("AskedT")
+AnswerT = TypeVar("AnswerT")
+
+
+class Gatherer(Generic[AskedT, AnswerT]):
+    """Gathers what the callers of one event loop ask within a short time into one request.
+
+    Args:
+        request: yields (index, answer) for each question of a request. Its error reaches all who still wait for that request.
+        wait_s: how long the first question of a request waits for others.
+        most: questions of one request.
+    """
+
+    def __init__(
+        self, request: Callable[[list[AskedT]], AsyncIterator[tuple[int, AnswerT]]], *, wait_s: float, most: int
+    ) -> None:
+        self._request, self._wait_s, self._most = request, wait_s, most
+        self._waiting: list[tuple[AskedT, asyncio.Future[AnswerT]]] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def ask(self, question: AskedT) -> AnswerT:
+        """The answer. Raises `MachineError` if it does not come, as after `close`."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_later(self._wait_s, self._begin)
+        answer: asyncio.Future[AnswerT] = loop.create_future()
+        self._waiting.append((question, answer))
+        if len(self._waiting) == self._most:
+            self._begin()
+        return await answer
+
+    async def close(self) -> None:
+        """Cancel requests that run. Safe to call twice."""
+        for each in self._running:
+            each.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for _, answer in self._waiting:
+            answer.cancel()
+
+    def _begin(self) -> None:
+        asked = [
+            (question, answer) for question, answer in self._waiting if not answer.done()
+        ]  # done: its caller was cancelled
+        self._waiting = []
+        if asked:
+            running = asyncio.get_running_loop().create_task(self._answer(asked))
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
+
+    async def _answer(self, asked: list[tuple[AskedT, asyncio.Future[AnswerT]]]) -> None:
+        fault: Exception = MachineError("what judges answers was closed, or did not judge every pair")
+        try:
+            async for index, found in self._request([question for question, _ in asked]):
+                if not asked[index][1].done():
+                    asked[index][1].set_result(found)
+        except Exception as error:  # noqa: BLE001 - raised again in the callers
+            fault = error
+        finally:
+            for _, answer in asked:
+                if not answer.done():
+                    answer.set_exception(fault)

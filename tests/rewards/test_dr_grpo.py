@@ -7,8 +7,8 @@ import pytest
 from trajectories import trajectory
 
 from strop.errors import UserError
-from strop.rewards import MathReward, SumReward, dr_grpo, make_reward
-from strop.rewards.dr_grpo import is_equal_to_dr_grpo
+from strop.rewards import MathReward, SumReward, make_reward, math_text
+from strop.rewards.math_text import is_equal_to_dr_grpo
 from strop.rewards.r1_zero import QuestionOnlyPart, R1ZeroPart, question_only_reward_fn, r1_zero_reward_fn
 from strop.sandbox.inside.dr_grpo import _repeats
 from strop.types import Task
@@ -69,7 +69,7 @@ def test_text_that_sympy_would_run_as_a_program_is_not_equal(text):
 
 
 def test_a_comparison_ends_at_its_deadline(monkeypatch):
-    monkeypatch.setattr(dr_grpo, "LIMIT_S", 0.2)
+    monkeypatch.setattr(math_text, "LIMIT_S", 0.2)
     assert not is_equal_to_dr_grpo("x", "(9!!!!)^9*x", is_fast=True)
     monkeypatch.undo()
     assert is_equal_to_dr_grpo("x+1", "1+x", is_fast=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from strop.rewards.length import cosine_scaled, relative_lengths, repetition_penalty, soft_overlong
+from strop.rewards.form import cosine_scaled, relative_lengths, repetition_penalty, soft_overlong
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@ import time
 
 import pytest
 
-from strop.rewards.math import based, cleaned, equal_by_spelling
+from strop.rewards.math import equal_by_spelling
+from strop.rewards.math_text import based, cleaned
 
 
 @pytest.mark.parametrize(

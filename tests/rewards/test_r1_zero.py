@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.rewards import dr_grpo
-from strop.rewards.math import MAX_CHARS, equal_by_text, normal_form
+from strop.rewards import math_text
+from strop.rewards.math_text import MAX_CHARS, equal_by_text, normal_form
 from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
 from strop.sandbox.numbers import plain_number
 
@@ -215,7 +215,7 @@ def test_a_fork_asks_a_process_of_its_own():
     child = os.fork()
     if child == 0:
         is_right = r1_zero_reward_fn(in_format("-q + p"), "p - q")["reward"] == 1.0
-        dr_grpo._close()
+        math_text._close()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert r1_zero_reward_fn(in_format("-q + p"), "p - q") == RIGHT
@@ -223,9 +223,9 @@ def test_a_fork_asks_a_process_of_its_own():
 
 def test_the_judge_ends_with_the_process_that_asked_it():
     code = (
-        "import os; from strop.rewards import dr_grpo, r1_zero\n"
+        "import os; from strop.rewards import math_text, r1_zero\n"
         "r1_zero.r1_zero_reward_fn('</think> <answer>-q + p</answer>', 'p - q')\n"
-        "print(*(each.pid for each in dr_grpo._verifiers[os.getpid()]._processes), flush=True)"
+        "print(*(each.pid for each in math_text._verifiers[os.getpid()]._processes), flush=True)"
     )
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False).stdout
     until = time.monotonic() + 10.0

@@ -22,31 +22,14 @@ from strop.chat_client import ChatClient, ChatServiceConfig
 from strop.config import Config
 from strop.errors import TaskError
 from strop.http import Failures, ServiceRefused
-from strop.rewards.judge import checked_prompt
+from strop.rewards.judge import builtin_prompt, checked_prompt
 from strop.tasks.boxes import boxed
 from strop.tasks.files import read_rows, writing_rows
 from strop.tasks.readers import Unreadable, as_text, find
 
-PROMPT = """\
-Rewrite the response below so that it reads well: one language, that of the request; plain and connected sentences in the first
-person; no repetition and no abandoned attempts, but every step that the result needs. Change nothing of what it concludes: a
-result in \\boxed{} and everything between tags stay as they are. Reply with only the rewritten response.
+PROMPT = builtin_prompt("rewrite")
 
-<request>
-$question
-</request>
-
-<response>
-$response
-</response>"""
-
-USER_PROMPT = """\
-Rewrite the request below as another person might put it: the same meaning, the same language, every name, number, limit and
-format that it asks for, and nothing new. Reply with only the rewritten request.
-
-<request>
-$response
-</request>"""
+USER_PROMPT = builtin_prompt("rewrite_user")
 
 _THOUGHTS = ("<think>", "</think>")
 _IDS = ("trajectory", "tokenizer")  # tokens of the old text, in rows that a stage sampled

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from strop.cluster.connection import Connection, connected, nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node
@@ -26,6 +28,20 @@ _SANDBOX_S = 120.0
 _CONNECT_S = 5.0
 
 
+Found: TypeAlias = Iterator[tuple[str, str]]
+"""What was found, and the remedy; a problem has one, and without a problem the first says what is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cluster:
+    """What is checked."""
+
+    connection: Connection
+    nodes: Sequence[Node]
+    recipe: Recipe
+    directory: Path
+
+
 def examine_cluster(recipe: Recipe, directory: Path, progress: Callable[[str], None] = lambda _: None) -> Diagnosis:
     """Check the recipe's cluster.
 
@@ -40,121 +56,101 @@ def examine_cluster(recipe: Recipe, directory: Path, progress: Callable[[str], N
     findings: list[Finding] = []
     with connected(recipe.cluster, None) as connection:
         assert connection is not None
-        nodes = connection.nodes()
+        cluster = _Cluster(connection=connection, nodes=connection.nodes(), recipe=recipe, directory=directory.absolute())
         for name, check in _CHECKS.items():
             progress(f"checking: {name}")
             try:
-                problems = list(check(connection, nodes, recipe, directory))
+                found = [Finding(check=name, detail=detail, remedy=remedy) for detail, remedy in check(cluster)]
             except StropError as error:
-                findings.append(Finding.from_message(name, str(error)))
-                continue
-            findings += [finding for finding in problems if finding.is_problem] or problems[:1]
-    return Diagnosis(subject=f"{recipe.name} on {len(nodes)} nodes", findings=tuple(findings))
+                found = [Finding.from_message(name, str(error))]
+            findings += [finding for finding in found if finding.is_problem] or found[:1]
+    return Diagnosis(subject=f"{recipe.name} on {len(cluster.nodes)} nodes", findings=tuple(findings))
 
 
-def _check_placement(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del directory
+def _check_placement(cluster: _Cluster) -> Found:
     lines = []
-    for name, stage in recipe.stages.items():
+    for name, stage in cluster.recipe.stages.items():
         if stage.opens_engines or hasattr(stage.config, "trainer"):
-            lines += [f"{name}: {line}" for line in connection.place(roles_of(recipe, name, nodes)).lines()]
-    yield Finding(check="placement", detail="\n".join(lines) or "no stage needs a node")
+            placed = cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes))
+            lines += [f"{name}: {line}" for line in placed.lines()]
+    yield "\n".join(lines) or "no stage needs a node", ""
 
 
-def _check_versions(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del nodes, recipe, directory
-    for detail, remedy in unlike_nodes(connection):
-        yield Finding(check="versions", detail=detail, remedy=remedy)
-    yield Finding(check="versions", detail=", ".join(f"{name} {number}" for name, number in versions().items()))
+def _check_versions(cluster: _Cluster) -> Found:
+    yield from unlike_nodes(cluster.connection)
+    yield ", ".join(f"{name} {number}" for name, number in versions().items()), ""
 
 
-def _check_directory(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del nodes, recipe
-    for detail, remedy in nodes_that_do_not_see(connection, directory.absolute()):
-        yield Finding(check="shared directory", detail=detail, remedy=remedy)
-    yield Finding(check="shared directory", detail=f"all nodes see {directory.absolute()}")
+def _check_directory(cluster: _Cluster) -> Found:
+    yield from nodes_that_do_not_see(cluster.connection, cluster.directory)
+    yield f"all nodes see {cluster.directory}", ""
 
 
-def _check_clocks(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del recipe, directory
+def _check_clocks(cluster: _Cluster) -> Found:
     largest = 0.0
-    for node in nodes:
+    for node in cluster.nodes:
         before = time.time()
-        there = connection.run(node, time.time)
+        there = cluster.connection.run(node, time.time)
         offset = there - (before + time.time()) / 2
         largest = max(largest, abs(offset))
         if abs(offset) > _CLOCK_S:
-            yield Finding(
-                check="clocks",
-                detail=f"the clock of node {node} is off by {offset:+.1f} s.",
-                remedy=f"Synchronise the clock of {node} (chrony, or systemd-timesyncd).",
-            )
-    yield Finding(check="clocks", detail=f"within {1000 * largest:.0f} ms")
+            remedy = f"Synchronise the clock of {node} (chrony, or systemd-timesyncd)."
+            yield f"the clock of node {node} is off by {offset:+.1f} s.", remedy
+    yield f"within {1000 * largest:.0f} ms", ""
 
 
-def _check_gpus(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del recipe, directory
-    for node in nodes:
-        if (found := connection.run(node, _num_gpus)) != int(node.all_gpus):
-            yield Finding(
-                check="GPUs",
-                detail=f"node {node} gave Ray {int(node.all_gpus)} GPUs, but torch finds {found} there.",
-                remedy=f"Mend the driver or the torch build of {node}, or start its Ray with --num-gpus {found}.",
-            )
-    yield Finding(check="GPUs", detail=", ".join(f"{node}: {int(node.gpus)} of {int(node.all_gpus)} free" for node in nodes))
+def _check_gpus(cluster: _Cluster) -> Found:
+    for node in cluster.nodes:
+        if (found := cluster.connection.run(node, _num_gpus)) != int(node.all_gpus):
+            detail = f"node {node} gave Ray {int(node.all_gpus)} GPUs, but torch finds {found} there."
+            yield detail, f"Mend the driver or the torch build of {node}, or start its Ray with --num-gpus {found}."
+    yield ", ".join(f"{node}: {int(node.gpus)} of {int(node.all_gpus)} free" for node in cluster.nodes), ""
 
 
-def _check_engines(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del directory
-    for name, stage in recipe.stages.items():
-        engine = recipe.for_stage(name).engine
+def _check_engines(cluster: _Cluster) -> Found:
+    for name, stage in cluster.recipe.stages.items():
+        engine = cluster.recipe.for_stage(name).engine
         if not stage.opens_engines or not isinstance(engine, ServerConfig) or engine.python is None:
             continue
-        for node in dict.fromkeys(connection.place(roles_of(recipe, name, nodes)).engines):
+        for node in dict.fromkeys(cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes)).engines):
             try:
-                connection.run(node, check_interpreter, engine)
+                cluster.connection.run(node, check_interpreter, engine)
             except UserError as error:
-                yield Finding.from_message("engine", f"node {node}: {error}")
-    yield Finding(check="engine", detail="each node of an engine has its environment")
+                found = Finding.from_message("engine", f"node {node}: {error}")
+                yield found.detail, found.remedy
+    yield "each node of an engine has its environment", ""
 
 
-def _check_sandbox(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
-    del directory
-    levels = []
+def _check_sandbox(cluster: _Cluster) -> Found:
+    recipe, levels = cluster.recipe, []
     assert recipe.cluster is not None
-    for node in nodes if recipe.cluster.sandbox_nodes else nodes[:1]:
-        level, why = connection.run(node, _level, recipe.sandbox.min_level.value, timeout_s=_SANDBOX_S)
+    for node in cluster.nodes if recipe.cluster.sandbox_nodes else cluster.nodes[:1]:
+        level, why = cluster.connection.run(node, _level, recipe.sandbox.min_level.value, timeout_s=_SANDBOX_S)
         levels.append(f"{node}: {level}")
         if why:
-            yield Finding(
-                check="sandbox",
-                detail=f"node {node}: {why}",
-                remedy=f"Run `strop sandbox check` on {node}, and mend what it names or lower sandbox.min_level.",
-            )
-    yield Finding(check="sandbox", detail=", ".join(levels))
+            remedy = f"Run `strop sandbox check` on {node}, and mend what it names or lower sandbox.min_level."
+            yield f"node {node}: {why}", remedy
+    yield ", ".join(levels), ""
 
 
-def _check_transfer(connection: Connection, nodes: Sequence[Node], recipe: Recipe, directory: Path) -> Iterator[Finding]:
+def _check_transfer(cluster: _Cluster) -> Found:
     """The first node listens and sends; the others connect and receive."""
-    del recipe, directory
-    shown = []
-    for node in nodes[1:]:
-        if why := connection.run(node, _connect, nodes[0].address, _listening_port(connection, nodes[0])):
-            yield Finding(
-                check="ports",
-                detail=f"node {node} does not reach {nodes[0]}: {why}.",
-                remedy="Open all TCP ports between the nodes; ranks and Ray choose theirs when they start.",
-            )
+    connection, shown = cluster.connection, []
+    first, *others = cluster.nodes
+    for node in others:
+        if why := connection.run(node, _connect, first.address, _listening_port(connection, first)):
+            remedy = "Open all TCP ports between the nodes; ranks and Ray choose theirs when they start."
+            yield f"node {node} does not reach {first}: {why}.", remedy
             continue
-        content = connection.start(nodes[0], bytes, _TRANSFER_BYTES)
+        content = connection.start(first, bytes, _TRANSFER_BYTES)
         connection.ray.wait([content])
         started = time.perf_counter()
         connection.wait(node, connection.start(node, len, values=[content]))
         shown.append(f"to {node} {_TRANSFER_BYTES / (time.perf_counter() - started) / 1e6:,.0f} MB/s")
-    yield Finding(check="ports", detail="; ".join(shown) or "one node")
+    yield "; ".join(shown) or "one node", ""
 
 
-_CHECKS = {
+_CHECKS: Mapping[str, Callable[[_Cluster], Found]] = {
     "placement": _check_placement,
     "versions": _check_versions,
     "shared directory": _check_directory,

@@ -114,24 +114,16 @@ def _table(diagnosis: Diagnosis) -> Padding:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()
-    for finding in diagnosis.findings:
-        table.add_row(*_row(finding))
-    for name in diagnosis.not_made:
-        table.add_row(*_dim(name, "not checked"))
+    not_made = (Finding(check=name, detail="not checked", is_made=False) for name in diagnosis.not_made)
+    for finding in (*diagnosis.findings, *not_made):
+        if finding.is_problem:
+            text = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)
+            table.add_row(Text("✗", style="bold red"), Text(finding.check, style="bold red"), text)
+        elif finding.is_made:
+            table.add_row(Text("✓", style="green"), Text(finding.check), Text(finding.detail))
+        else:
+            table.add_row(*(Text(each, style="dim") for each in ("-", finding.check, finding.detail)))
     return Padding(table, (0, 2))
-
-
-def _dim(check: str, detail: str) -> tuple[Text, Text, Text]:
-    return Text("-", style="dim"), Text(check, style="dim"), Text(detail, style="dim")
-
-
-def _row(finding: Finding) -> tuple[Text, Text, Text]:
-    if not finding.is_made:
-        return _dim(finding.check, finding.detail)
-    if not finding.is_problem:
-        return Text("✓", style="green"), Text(finding.check), Text(finding.detail)
-    text = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)
-    return Text("✗", style="bold red"), Text(finding.check, style="bold red"), text
 
 
 def _style(piece: Piece) -> str:

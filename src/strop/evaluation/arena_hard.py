@@ -19,44 +19,14 @@ import numpy as np
 from strop.errors import TaskError
 from strop.evaluation.statistics import Estimate, bootstrap_interval, bounded_share
 from strop.rewards.base import final_summary
-from strop.rewards.judge import JudgeConfig, ModelJudge
+from strop.rewards.judge import JudgeConfig, ModelJudge, builtin_prompt
 from strop.tasks.files import read_rows
 
 _JUDGE_DEFAULTS = {"max_tokens": 4096, "timeout_s": 1800.0}  # a judgement holds the judge's own answer
 _CLEAR_WEIGHT = 3
 _VERDICTS = {2.0: "much better", 1.0: "better", 0.0: "equal", -1.0: "worse", -2.0: "much worse"}
 
-PROMPT = """\
-You judge two answers, of assistant A and assistant B, to the request below. Say which of them is the better one, and nothing
-else counts: not the order in which they stand, and not who may have written them.
-
-1. First answer the request yourself, before you judge anything.
-2. Compare both answers with yours, and name what each gets wrong.
-3. Ask whether each is helpful (it does what was asked for; where the request can be read in several ways, asking back is better
-   than guessing), relevant (all of it belongs to the request) and concise (clear, without padding).
-4. Where it matters, ask how original they are. Last, name what is missing from them.
-
-Then give your verdict as one of these five labels:
-
-[[A>>B]] A is much better
-[[A>B]] A is a little better
-[[A=B]] they are about as good as each other
-[[B>A]] B is a little better
-[[B>>A]] B is much better
-
-For example: My verdict is a tie: [[A=B]].
-
-<request>
-$prompt
-</request>
-
-<answer_a>
-$a
-</answer_a>
-
-<answer_b>
-$b
-</answer_b>"""
+PROMPT = builtin_prompt("arena_hard")
 """The default prompt of the judge, with the criteria of the paper in other words. To compare with published results, give the
 published prompt as `pair_prompt` of the judge."""
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from strop.config import Config
 from strop.errors import MachineError
+from strop.http import Gatherer
 from strop.rewards.base import (
     ACCURACY,
     AnswerPart,
@@ -33,8 +34,17 @@ from strop.rewards.base import (
     has_answer_format,
     has_called,
 )
-from strop.rewards.dr_grpo import is_equal_to_dr_grpo, need_pylatexenc
 from strop.rewards.math_answers import pairs_to_compare
+from strop.rewards.math_text import (
+    MAX_CHARS,
+    MAX_NUMBER_CHARS,
+    cleaned,
+    is_equal_to_dr_grpo,
+    left_by_text,
+    need_pylatexenc,
+    normal_form,
+    same_base_and_power,
+)
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.numbers import exact_match, plain_number
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
@@ -42,128 +52,10 @@ from strop.sandbox.verify_process import ProcessVerifier
 from strop.tasks.boxes import boxed
 from strop.types import Task, Trajectory
 
-MAX_CHARS = 4_000  # of one answer; a longer one is not read
-MAX_NUMBER_CHARS = 200  # of a number with its unit; patterns for numbers never see more of the policy's text
-
-_UNITS = (
-    "degree|deg|cm|mm|km|centimeter|meter|metre|kilometer|mile|inch|foot|feet|ft|yard|second|sec|minute|min|hour|hr|day|week|month"
-    "|year|mph|gram|kg|pound|lb|liter|litre|gallon|dollar|cent|percent|unit|point|student|people|square unit"
-)
-# Applied in this order: (pattern, replacement).
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"[−–]", "-"),
-        (r"\\(?:mbox|mathrm|textbf|mathbf|textit)(?=\s*\{)", r"\\text"),
-        (r"^\\text\s*\{([^{}]*)\}$", r"\1"),
-        (r"\\text\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s", ","),
-        (r"(?<=[^\s])\s*\\text\s*\{[^{}]*\}(?:\^\{?[23]\}?)?$", ""),  # a unit after something else
-        (r"\\(?:left|right)(?![a-zA-Z])|\\[!;,: ]|~", ""),
-        (r"\{,\}", ","),
-        (r"\\?[$%]|\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", ""),
-        (r"\\[dt]frac", r"\\frac"),
-        (r"\\(l|g|n)eq(?![a-zA-Z])", r"\\\1e"),
-        (rf"(?<=[\d}}])\s*(?:{_UNITS})(?:e?s)?\.?(?:\s*\^\s*\{{?[23]\}}?)?$", ""),
-        (r"^\s*[a-zA-Z][a-zA-Z0-9]?\s*=([^=]*)$", r"\1"),  # x = 5
-        (r"(?<=\d)\s+(?=\d+\s*/\s*\d)", "+"),  # 7 3/4
-        (r"\s+", ""),
-        (r"\.$", ""),
-        (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac(\d)(?=\{)", r"\\frac{\1}"),
-        (r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}"),
-        (r"\\frac\{-([^{}]*)\}", r"-\\frac{\1}"),
-        (r"\\sqrt([0-9a-zA-Z])", r"\\sqrt{\1}"),
-        (r"√([0-9a-zA-Z])", r"\\sqrt{\1}"),
-        (r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)|√\(([^()]*)\)", r"\\sqrt{\1\2}"),
-        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])|π", r"\\pi "),
-        (r"∞", r"\\infty "),
-        (r"\*\*", "^"),
-        (r"[*·×]|\\times(?![a-zA-Z])", r"\\cdot "),
-        (r"(?<![\d.])\.(?=\d)", "0."),
-        (r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
-    )
-)
-_FRACTION = re.compile(r"-?\\frac\{\d+\}\{\d+\}")
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-_MAX_LETTERS = 2  # more different ones are words; algebra would multiply their letters, and "dear" would equal "read"
-_SPACES = ("\\,", "\\;", "\\:", "\\!", "~")  # in LaTeX
-
-_STYLE = re.compile(r"^\\(?:displaystyle|textstyle)(?![a-zA-Z])\s*")
-_BASED = re.compile(r"(\d+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
-_UNIT_POWER = re.compile(r"[\d}]\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?$")
 _NAMELESS = re.compile(r"[∞∅]|\\\{\s*\\\}")  # values without a letter or digit: infinity, the empty set
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # and escaped ones, which do not group
 _BRACED = r"\{\s*(-?\d{1,100})\s*\}"
 _PLAIN_FRACTION = re.compile(rf"(-?)\s*\\[dt]?frac\s*{_BRACED}\s*{_BRACED}|(-?\d{{1,100}})\s*/\s*(\d{{1,100}})")
-
-
-def normal_form(answer: str) -> str:
-    """The answer without spaces, case, units, dollar and per cent signs, and with fractions in one notation."""
-    text = answer.strip()
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    if len(text) > 1 and text[0] == "{" and text[-1] == "}":
-        text = text[1:-1]
-    number = plain_number(text)
-    return text.lower().strip() if number is None else f"{number.normalize():f}"
-
-
-def equal_by_text(gold: str, answer: str) -> bool | None:
-    """Whether the two are equal as texts or plain numbers; None: only algebra can say. Takes time linear in their length."""
-    if len(gold) > MAX_CHARS or len(answer) > MAX_CHARS:
-        return False
-    gold, answer = normal_form(gold), normal_form(answer)
-    if gold == answer or not gold or not answer:
-        return bool(gold) and gold == answer
-    return exact_match(gold, answer)
-
-
-def left_to_algebra(gold: str, answer: str) -> list[tuple[str, str]] | None:
-    r"""The pairs of elements whose differences sympy must find to be 0; None: the two are not equal whatever it finds.
-
-    As in the course's grader, an integer is not equal to an expression that has to be computed (`\sqrt{4}` for 2), and a
-    fraction that is not reduced is not equal to the reduced one.
-    """
-    gold, answer = normal_form(gold), normal_form(answer)
-    if len(gold) > MAX_CHARS or len(answer) > MAX_CHARS:
-        return None
-    gold_brackets, gold_elements = _elements(gold)
-    answer_brackets, answer_elements = _elements(answer)
-    if gold_brackets != answer_brackets or len(gold_elements) != len(answer_elements):
-        return None
-    pairs = [pair for pair in zip(gold_elements, answer_elements, strict=True) if pair[0] != pair[1]]
-    return pairs if all(_may_be_equal(*pair) for pair in pairs) else None
-
-
-def _elements(text: str) -> tuple[str, list[str]]:
-    """The brackets and elements of a tuple or an interval; for other texts no brackets and one element."""
-    inner = text[1:-1]
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and "," in inner and not set("()[]") & set(inner):
-        return text[0] + text[-1], inner.split(",")
-    return "", [text]
-
-
-def _may_be_equal(gold: str, answer: str) -> bool:
-    if not gold or not answer or _is_integer(gold) != _is_integer(answer):
-        return False
-    if _FRACTION.fullmatch(gold) and _FRACTION.fullmatch(answer):
-        return False
-    return len(set(re.findall(r"[^\W\d_]", _COMMAND.sub("", gold + answer)))) <= _MAX_LETTERS
-
-
-def _is_integer(text: str) -> bool:
-    number = plain_number(text)
-    return number is not None and number == number.to_integral_value()
-
-
-def cleaned(answer: str) -> str:
-    """The answer without a final full stop, dollar signs around it and style commands; the bare number of \\text{number}."""
-    answer = answer.strip()
-    if len(answer) > MAX_CHARS:
-        return answer
-    answer = _without_end(_STYLE.sub("", _without_dollars(_without_end(answer))))
-    number = plain_number(answer)
-    return answer if number is None else f"{number:f}"
 
 
 def equal_by_spelling(gold: str, answer: str) -> bool | None:
@@ -185,20 +77,6 @@ def equal_by_spelling(gold: str, answer: str) -> bool | None:
     return True if wanted == found else None if is_rounded else False
 
 
-def same_base_and_power(gold: str, answer: str) -> bool | None:
-    """Whether two numbers with a base are the same; False if two units have different powers; None for anything else.
-
-    math_verify reads neither: it takes 52_8 for 52_9, and square inches for cubic ones.
-    """
-    bases = based(gold), based(answer)
-    if None not in bases:
-        return bases[0] == bases[1]
-    units = [_UNIT_POWER.search(text[-MAX_NUMBER_CHARS:]) for text in (gold, answer)]
-    if units[0] and units[1] and (units[0][1] or "1") != (units[1][1] or "1"):
-        return False
-    return None
-
-
 def could_be_an_answer(gold: str) -> bool:
     r"""Whether a text has a letter, digit or nameless value, and balanced braces; False for `??` and `\frac{`.
 
@@ -212,32 +90,6 @@ def could_be_an_answer(gold: str) -> bool:
         if depth < 0:
             return False
     return depth == 0
-
-
-def based(text: str) -> tuple[int, int] | None:
-    """Digits and base of a number like 52_8 or 4210_{5}; None for anything else."""
-    found = _BASED.fullmatch(text.strip().rstrip(".").strip("$ ")) if len(text) <= MAX_NUMBER_CHARS else None
-    return (int(found[1]), int(found[2] or found[3])) if found else None
-
-
-def _without_dollars(answer: str) -> str:
-    """The text between two dollar signs, if there are no others."""
-    inner = answer[1:-1]
-    is_wrapped = len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in inner and not inner.endswith("\\")
-    return inner.strip() if is_wrapped else answer
-
-
-def _without_end(answer: str) -> str:
-    """Without a full stop and spaces at the end. Not a regular expression: hostile text could make it backtrack for hours."""
-    while True:
-        shorter = answer.rstrip()
-        for space in _SPACES:
-            shorter = shorter.removesuffix(space)
-        if shorter.endswith(".") and not shorter.endswith(("..", "\\.")):
-            shorter = shorter[:-1]
-        if shorter == answer:
-            return answer
-        answer = shorter
 
 
 def _rational(text: str) -> Fraction | None:
@@ -278,12 +130,6 @@ _VERDICTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    pair: AnswerPair
-    verdict: asyncio.Future[PairVerdict]
-
-
 class MathVerifier:
     """Gathers the questions of a few milliseconds into one request. Belongs to the event loop in which it was first used.
 
@@ -298,9 +144,7 @@ class MathVerifier:
         if service is None:
             service = self._own = ProcessVerifier()
         self._service = service
-        self._gathered: list[_Question] = []
-        self._requests: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._gatherer = Gatherer(self._verdicts, wait_s=_GATHER_S, most=_MAX_PAIRS)
         self._readable: dict[str, bool] = {}
 
     async def verify(self, gold: str, prediction: str, *, is_fused: bool = False) -> Verdict:
@@ -317,7 +161,7 @@ class MathVerifier:
         is_equal = equal_by_spelling(gold, prediction)
         if is_equal is not None:
             return Verdict.EXACT if is_equal else Verdict.WRONG
-        left = _left_by_text(gold, prediction) if is_fused else None
+        left = left_by_text(gold, prediction) if is_fused else None
         if left == []:
             return Verdict.EXACT
         return _VERDICTS[await self._compare(gold, prediction, left or ())]
@@ -350,60 +194,20 @@ class MathVerifier:
         return self._readable[gold]
 
     async def _compare(self, gold: str, prediction: str, differences: Sequence[tuple[str, str]] = ()) -> PairVerdict:
-        if self._is_closed:
-            raise MachineError("the verifier was closed; answers came after that")
-        loop = asyncio.get_running_loop()
         pair = AnswerPair(gold=gold, answer=prediction, differences=tuple(differences))
-        question = _Question(pair=pair, verdict=loop.create_future())
-        if not self._gathered:
-            loop.call_later(_GATHER_S, self._ask)
-        self._gathered.append(question)
-        if len(self._gathered) == _MAX_PAIRS:
-            self._ask()
-        verdict = await question.verdict
+        verdict = await self._gatherer.ask(pair)
         if verdict is PairVerdict.INTERNAL:
             raise MachineError(f"the answer verifier failed twice on one pair: {gold!r}, {prediction!r:.200}.")
         return verdict
 
+    def _verdicts(self, pairs: list[AnswerPair]) -> AsyncIterator[tuple[int, PairVerdict]]:
+        return self._service.verify(VerifyRequest(pairs=tuple(pairs), pair_wall_s=self.deadline_s))
+
     async def close(self) -> None:
         """Cancel running comparisons and end the verifier's own processes. Safe to call twice."""
-        self._is_closed = True
-        self._ask()
-        for request in self._requests:
-            request.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
+        await self._gatherer.close()
         if self._own is not None:
             await self._own.close()
-
-    def _ask(self) -> None:
-        questions = [question for question in self._gathered if not question.verdict.done()]
-        self._gathered.clear()
-        if questions:
-            request = asyncio.get_running_loop().create_task(self._request(questions))
-            self._requests.add(request)
-            request.add_done_callback(self._requests.discard)
-
-    async def _request(self, questions: list[_Question]) -> None:
-        request = VerifyRequest(pairs=tuple(question.pair for question in questions), pair_wall_s=self.deadline_s)
-        fault: Exception = MachineError("the answer verifier was closed, or did not judge every pair")
-        try:
-            async for index, verdict in self._service.verify(request):
-                if not questions[index].verdict.done():  # else the caller was cancelled
-                    questions[index].verdict.set_result(verdict)
-        except MachineError as error:
-            fault = error
-        finally:
-            for question in questions:
-                if not question.verdict.done():
-                    question.verdict.set_exception(fault)
-
-
-def _left_by_text(gold: str, prediction: str) -> list[tuple[str, str]] | None:
-    """The differences left for sympy: empty if the texts are equal; None if the two are not equal whatever sympy finds."""
-    is_equal = equal_by_text(gold, prediction)
-    if is_equal is None:
-        return left_to_algebra(gold, prediction)
-    return [] if is_equal else None
 
 
 Judge: TypeAlias = Literal["form", "math_verify", "exact", "fused", "dr_grpo"]
@@ -417,17 +221,20 @@ MAX_DEADLINE_S = 600.0
 """The longest time per pair that a code service accepts by default."""
 
 
+class _Keys(Config):
+    needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")  # rStar2-Agent 2.1
+    judge: Judge = Field(default="form", description=_JUDGES)
+    verify_deadline_s: float = Field(default=2.0, gt=0, le=MAX_DEADLINE_S, description="Time limit of one comparison.")
+
+
 class MathPart(AnswerPart):
     """1 if the answer equals the task's, by math_verify, by text, or by either of two graders."""
 
-    class Config(AnswerPart.Config):
+    class Config(AnswerPart.Config, _Keys):
         weight: PositiveWeight = 1.0
         answer_in: Literal["answer_tag", "response"] = Field(
             default="answer_tag", description="Where the answer is: in the answer tag, or in the last box of the last turn."
         )
-        needs_box: bool = Field(default=True, description=r"With answer_tag: the answer must be in \boxed{} inside its tag.")
-        judge: Judge = Field(default="form", description=_JUDGES)
-        verify_deadline_s: float = Field(default=2.0, gt=0, le=MAX_DEADLINE_S, description="Time limit of one comparison.")
 
     config: Config
     _verifier: MathVerifier
@@ -491,16 +298,13 @@ class MathReward(Reward):
     A truncated trajectory has no answer (rStar2-Agent, arXiv 2508.20722, section 4.3.1).
     """
 
-    class Config(Reward.Config):
+    class Config(Reward.Config, _Keys):
         """The answer is compared with the task's. A part without a weight is reported and does not count."""
 
         weights: dict[str, Weight] = Field(
             default={"accuracy": 1.0},  # rStar2-Agent section 2.2.1: only the answer
             description="Weights of accuracy, format and called; each part is 0 or 1.",
         )
-        needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")  # section 2.1
-        judge: Judge = Field(default="form", description=_JUDGES)
-        verify_deadline_s: float = Field(default=2.0, gt=0, le=MAX_DEADLINE_S, description="Time limit of one comparison.")
 
         @model_validator(mode="after")
         def _check(self) -> Self:
@@ -511,13 +315,7 @@ class MathReward(Reward):
 
     def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
         super().__init__(config, **keys)
-        self._accuracy = MathPart(
-            MathPart.Config(
-                needs_box=self.config.needs_box,
-                judge=self.config.judge,
-                verify_deadline_s=self.config.verify_deadline_s,
-            )
-        )
+        self._accuracy = MathPart(**self.config.model_dump(include={*_Keys.model_fields}))
 
     def open(self, service: RunService | None) -> None:
         self._accuracy.open(service)

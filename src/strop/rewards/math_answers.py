@@ -16,24 +16,9 @@ from strop.sandbox.numbers import plain_number
 
 Pairs: TypeAlias = list[tuple[str, str]]
 
-_SIGNS = {
-    "−": "-",
-    "–": "-",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "→": r"\to ",
-    "∞": r"\infty ",
-    "π": r"\pi ",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "∪": r"\cup ",
-    "°": r"^\circ ",
-    "∈": r"\in ",
-    "²": "^2",
-    "³": "^3",
-}
+_SIGNS = {"−": "-", "–": "-", "°": r"^\circ ", "²": "^2", "³": "^3"}
+_SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "→": r"\to ", "∈": r"\in ", "∪": r"\cup "}
+_SIGNS |= {"∞": r"\infty ", "π": r"\pi ", "×": r"\times ", "·": r"\cdot "}
 # Applied in this order: (pattern, replacement).
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
@@ -99,41 +84,31 @@ _DIMENSIONS = {
     "money": {"cent": (1, 100), "dollar": (1, 1)},
 }
 _UNITS = {name: (dimension, Fraction(*size)) for dimension, units in _DIMENSIONS.items() for name, size in units.items()}
-_ALIASES = {
-    "millimeter": "mm",
-    "millimetre": "mm",
-    "centimeter": "cm",
-    "centimetre": "cm",
-    "meter": "m",
-    "metre": "m",
-    "kilometer": "km",
-    "kilometre": "km",
-    "in": "inch",
-    "inche": "inch",
-    "feet": "foot",
-    "ft": "foot",
-    "yd": "yard",
-    "mi": "mile",
-    "s": "second",
-    "sec": "second",
-    "min": "minute",
-    "h": "hour",
-    "hr": "hour",
-    "gram": "g",
-    "kilogram": "kg",
-    "milligram": "mg",
-    "oz": "ounce",
-    "lb": "pound",
-    "milliliter": "ml",
-    "l": "liter",
-    "litre": "liter",
-    "usd": "dollar",
-    "deg": "degree",
-    "percentage": "percent",
-    "pct": "percent",
-    "mile per hour": "mph",
-    "rad": "radian",
+_ALSO_CALLED = {
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre",
+    "inch": "in inche",
+    "foot": "feet ft",
+    "yard": "yd",
+    "mile": "mi",
+    "second": "s sec",
+    "minute": "min",
+    "hour": "h hr",
+    "g": "gram",
+    "kg": "kilogram",
+    "mg": "milligram",
+    "ounce": "oz",
+    "pound": "lb",
+    "ml": "milliliter",
+    "liter": "l litre",
+    "dollar": "usd",
+    "degree": "deg",
+    "percent": "percentage pct",
+    "radian": "rad",
 }
+_ALIASES = {alias: name for name, aliases in _ALSO_CALLED.items() for alias in aliases.split()} | {"mile per hour": "mph"}
 _GENERIC = "unit"
 _MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _CHANGES = frozenset(("or", "and", "to", "half", "third", "quarter", "factorial", "pi", "more", "less", *_MULTIPLIERS))

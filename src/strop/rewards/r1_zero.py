@@ -17,8 +17,15 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 
 from strop.rewards.base import CLOSING, OPENING, AnswerPart, PositiveWeight, RolloutPart, RunService, final_text
-from strop.rewards.dr_grpo import ask, is_equal_to_dr_grpo, need_pylatexenc
-from strop.rewards.math import cleaned, equal_by_text, left_to_algebra, same_base_and_power
+from strop.rewards.math_text import (
+    ask,
+    cleaned,
+    equal_by_text,
+    is_equal_to_dr_grpo,
+    left_to_algebra,
+    need_pylatexenc,
+    same_base_and_power,
+)
 from strop.rollout.prompt import AnswerForm
 from strop.tasks.boxes import BOX, last_box
 from strop.types import Task, Trajectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +15,15 @@ from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.errors import UserError
-from strop.http import Failures, JsonService, ServiceRefused, WebServiceConfig
+from strop.http import Failures, Gatherer, JsonService, ServiceRefused, WebServiceConfig
+from strop.rewards.base import NotJudged, RolloutPart, RunService, extract_answer, final_summary, final_text, written
+from strop.types import Task, Trajectory
 
-if TYPE_CHECKING:  # torch takes seconds to import, so it is imported only when there is a scorer
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from strop.rewards.reward_model import ExchangeFormat
+
 
 MaxBatch = Field(default=64, ge=1, le=100_000, description="Responses of one batch.")
 _MAX_WAIT_S = 0.02  # of the first response of a batch, for others to join it
@@ -93,9 +96,7 @@ class Scorer:
     """
 
     def __init__(self, *, max_batch: int) -> None:
-        self._max_batch = max_batch
-        self._waiting: list[tuple[Exchange, asyncio.Future[float | None]]] = []
-        self._batches: set[asyncio.Task[None]] = set()
+        self._gatherer = Gatherer(self._answers, wait_s=_MAX_WAIT_S, most=max_batch)
 
     async def score_batch(self, exchanges: Sequence[Exchange]) -> list[float | None]:
         """One finite number each, in order; None for one that the model refuses, such as an over-long one.
@@ -108,44 +109,15 @@ class Scorer:
 
     async def score(self, exchange: Exchange) -> float | None:
         """As `score_batch`, together with what other callers ask in the same 20 ms."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_later(_MAX_WAIT_S, self._begin_batch)
-        score: asyncio.Future[float | None] = loop.create_future()
-        self._waiting.append((exchange, score))
-        if len(self._waiting) == self._max_batch:
-            self._begin_batch()
-        return await score
+        return await self._gatherer.ask(exchange)
 
     async def close(self) -> None:
         """Safe to call twice."""
-        for batch in self._batches:
-            batch.cancel()
-        await asyncio.gather(*self._batches, return_exceptions=True)
-        for _, score in self._waiting:
-            score.cancel()
+        await self._gatherer.close()
 
-    def _begin_batch(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            batch = asyncio.get_running_loop().create_task(self._score(waiting))
-            self._batches.add(batch)
-            batch.add_done_callback(self._batches.discard)
-
-    async def _score(self, batch: Sequence[tuple[Exchange, asyncio.Future[float | None]]]) -> None:
-        asked = [(exchange, score) for exchange, score in batch if not score.done()]  # done: its caller was cancelled
-        try:
-            values = await self.score_batch([exchange for exchange, _ in asked])
-            for (_, score), value in zip(asked, values, strict=True):
-                if not score.done():
-                    score.set_result(value)
-        except Exception as error:  # noqa: BLE001 - raised again in the callers
-            for _, score in asked:
-                if not score.done():
-                    score.set_exception(error)
-        finally:
-            for _, score in asked:
-                score.cancel()  # no effect on those that are done
+    async def _answers(self, exchanges: list[Exchange]) -> AsyncIterator[tuple[int, float | None]]:
+        for index, score in enumerate(await self.score_batch(exchanges)):
+            yield index, score
 
 
 class EmbeddedScorer(Scorer):
@@ -279,3 +251,75 @@ def _checked_scores(scores: Any, *, num: int, place: str) -> list[float]:
         if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
             raise ServiceRefused(f"{place} answered {score!r} where a finite number was requested.")
     return [float(score) for score in scores]
+
+
+class PreferenceConfig(RolloutPart.Config):
+    """What of a rollout another model is shown."""
+
+    judged_on: Literal["summary", "response", "answer"] = Field(
+        default="summary",
+        description="summary: the text after the last thought of the last turn. response: all that the policy wrote. answer:"
+        " what its last answer tag, or the box in it, holds.",
+    )
+    think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
+    is_prefilled: bool = Field(
+        default=False, description="The prompt ends with the opening tag, so a response without a closing tag has no summary."
+    )
+    missing: float = Field(default=0.0, ge=-1e6, le=1e6, description="Value of a rollout without a summary or a response.")
+
+
+class PreferencePart(RolloutPart):
+    """A part that shows a text of the rollout to another model."""
+
+    config: PreferenceConfig
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        judged = self._judged_text(trajectory)
+        if judged is None:
+            return self.config.missing
+        reference = task.facts.get("references", task.answer)
+        return await self._ask(Exchange(prompt=task.question, response=judged, reference=reference))
+
+    async def _ask(self, exchange: Exchange) -> float:
+        raise NotImplementedError
+
+    def _judged_text(self, trajectory: Trajectory) -> str | None:
+        if self.config.judged_on == "response":
+            return written(trajectory) or None
+        if self.config.judged_on == "answer":
+            return extract_answer(trajectory, needs_box=False)
+        last = final_text(trajectory)
+        if last is None:
+            return None  # truncated: there is no summary
+        if self.config.is_prefilled and f"</{self.config.think_tag}>" not in written(trajectory):
+            return None  # the thought that the prompt began does not end
+        return final_summary(last, think_tag=self.config.think_tag)
+
+
+class ScorerPart(PreferencePart):
+    """What a reward model gives. In DeepSeek-R1 the helpful one judges the summary, the safety one the response."""
+
+    class Config(PreferenceConfig):
+        scorer: AnyScorerConfig = Field(description="The reward model and where it runs.")
+        scale: Literal["sigmoid", "raw"] = Field(
+            default="sigmoid", description="sigmoid: between 0 and 1, so that missing = 0 is never the better choice."
+        )
+
+    config: Config
+    _scorer: Scorer
+
+    def open(self, service: RunService | None) -> None:
+        self._scorer = open_scorer(self.config.scorer)
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+    async def _ask(self, exchange: Exchange) -> float:
+        value = await self._scorer.score(exchange)
+        if value is None:
+            raise NotJudged("the reward model's service refused it; a warning in the log shows the service's answer")
+        return value if self.config.scale == "raw" else _sigmoid(value)
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))

@@ -22,8 +22,8 @@ from strop.rewards.base import (
     check_any_weight,
     is_finite_number,
 )
+from strop.rewards.form import AfterAccuracyPart, CosinePart, LengthPart
 from strop.rewards.function import FunctionPart
-from strop.rewards.length import AfterAccuracyPart, CosinePart, LengthPart
 from strop.rollout.player import EXCLUDED, Excluded
 from strop.types import Group, Task, Trajectory
 

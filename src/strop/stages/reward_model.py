@@ -21,9 +21,8 @@ from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult
 from strop.reports.scales import counted
 from strop.rewards import SumReward
 from strop.rewards.base import Part
-from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat
-from strop.rewards.scorers import EmbeddedScorerConfig
+from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import batch_at

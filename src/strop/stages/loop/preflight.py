@@ -15,9 +15,8 @@ from strop.engine.opening import check_interpreter, check_processes
 from strop.errors import ConfigError, UserError
 from strop.recipe.stage import Machine, PlayedKeys, Stage
 from strop.rewards import Reward, SumReward
-from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
-from strop.rewards.scorers import EmbeddedScorerConfig, VllmScorerConfig
+from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart, VllmScorerConfig
 from strop.stages.data import open_tasks
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import TrainerConfig
