@@ -28,7 +28,7 @@ import smollm2_eval
 from provenance import provenance
 from smollm2_answers import NUMBER
 
-from strop.rewards import dr_grpo
+from strop.rewards import math_text
 from strop.rewards.math import MathPart
 from strop.run_directory import RunDirectory, read_lines, write_json, write_text
 from strop.tasks.boxes import boxed
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--k", type=int, default=4, help="attempts at each problem")
     parser.add_argument("--results", type=Path, default=grader.RESULTS, help="where figures are written")
     options = parser.parse_args(arguments)
-    dr_grpo.LIMIT_S = grader.PATIENCE_S
+    math_text.LIMIT_S = grader.PATIENCE_S
     found: dict[str, Any] = {}
     runs: list[RunDirectory] = []
     for benchmark in smollm2_eval.BENCHMARKS:

@@ -16,7 +16,7 @@ from reward_model import NOUNS, POLITE, RUDE, pairs, response
 
 from strop.run_directory import write_text
 from strop.tasks import Split, make_tasks
-from strop.tasks.arithmetic import ArithmeticTasks
+from strop.tasks.generated import ArithmeticTasks
 
 Row = Mapping[str, Any]
 

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from strop.curation.curate import curate
+from strop.curation.config import curate
 from strop.curation.duplicates import ExactDuplicates, NearDuplicates, rows_of_band
 from strop.types import Task
 

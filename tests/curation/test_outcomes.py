@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.curation.curate import curate, make_rule
+from strop.curation.config import curate, make_rule
 from strop.curation.outcomes import (
     AgreementRule,
     ByOutcome,

@@ -11,8 +11,8 @@ from strop.errors import ConfigError, MachineError, TaskError
 from strop.recipe.recipe import Recipe, resolve
 from strop.rollout.prompt import load_prompt
 from strop.run_directory import read_json, read_lines
+from strop.stages import demonstrations as judged
 from strop.stages import sft as sft_stage
-from strop.stages.loop import only_right as judged
 from strop.tasks import TaskSource
 from strop.types import Task
 

@@ -14,7 +14,7 @@ from strop.run_directory import LineWriter, RunDirectory, read_lines, write_json
 from strop.stages.context import StageContext
 from strop.stages.data import TASK, kept_path, rows_in, tasks_to_play
 from strop.stages.demonstrations import batch_at
-from strop.stages.loop.preferences import split_by_prompt
+from strop.stages.dpo import split_by_prompt
 from strop.tasks import RowTasks
 from strop.tasks.files import RowFile, writing_rows
 from strop.types import Task, derive_seed

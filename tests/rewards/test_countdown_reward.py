@@ -14,7 +14,7 @@ from strop.errors import ConfigError, TaskError
 from strop.rewards import CountdownReward, make_reward
 from strop.rewards.countdown import MAX_CHARS, value_of
 from strop.tasks import make_tasks
-from strop.tasks.countdown import CountdownTasks
+from strop.tasks.generated import CountdownTasks
 from strop.types import StopReason, Task
 
 TASK = Task(id="t", question="?", answer="(3+7)*25", source="by hand", facts={"numbers": "3, 7, 25", "target": "250"})

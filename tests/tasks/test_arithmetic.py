@@ -5,7 +5,7 @@ import pytest
 from strop.config import validate
 from strop.errors import ConfigError
 from strop.tasks import make_tasks
-from strop.tasks.arithmetic import ArithmeticTasks
+from strop.tasks.generated import ArithmeticTasks
 
 
 def tasks(*, seed=0, split="train", **config):

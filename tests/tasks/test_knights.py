@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
-from strop.stages.loop.preflight import task_files
+from strop.stages.loop.engines import task_files
 from strop.tasks import make_tasks
-from strop.tasks.arithmetic import ArithmeticTasks
-from strop.tasks.knights import KnightsTasks
-from strop.tasks.mixture import MixedTasks
+from strop.tasks.generated import ArithmeticTasks, KnightsTasks
+from strop.tasks.protocol import MixedTasks
 
 _FORMS = {
     r"(\w+) is (\w+ \w+)\.": lambda k, a, x: k[a] == x,

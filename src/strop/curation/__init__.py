@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from strop.curation.config import load_curation
-from strop.curation.curate import Comparison, Rule, Verdict, curate, make_rule
+from strop.curation.config import Comparison, Rule, Verdict, curate, load_curation, make_rule
 from strop.curation.run import run_curation
 
 __all__ = ["Comparison", "Rule", "Verdict", "curate", "load_curation", "make_rule", "run_curation"]

@@ -2,74 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate, with_paths
-from strop.curation.answers import IntegerAnswer, RuleScope, SimpleAnswer, SmallNumbers, VerifiableAnswer
-from strop.curation.decontamination import Decontamination
+from strop.curation.answers import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer
+from strop.curation.decontamination import DecontaminationRule
+from strop.curation.duplicates import ExactDuplicatesRule, NearDuplicatesRule
 from strop.curation.outcomes import AgreementRule, DifficultyRule
 from strop.errors import did_you_mean
-from strop.tasks import iterate_rows
 from strop.tasks.rows import RowSource
 from strop.types import Task
-
-if TYPE_CHECKING:
-    from strop.curation.duplicates import ExactDuplicates, NearDuplicates
-
-
-class DecontaminationRule(RuleScope):
-    """Drops problems that share n-grams with a benchmark, and reworded copies of its short problems."""
-
-    kind: Literal["decontamination"] = "decontamination"
-    against: tuple[RowSource, ...] = Field(min_length=1, description="Benchmarks: their test rows, or all rows if none.")
-    n: int = Field(default=8, ge=2, le=10**6, description="Words of an n-gram (rStar2-Agent section 4.2, open-r1).")
-    min_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Share of a benchmark problem's n-grams that makes a copy; 0: one n-gram, as in the papers.",
-    )
-    short_share: float = Field(
-        default=0.45, gt=0, le=1, description="The same for problems with fewer than 3n words, in one run of words."
-    )
-
-    def opened(self) -> Decontamination:
-        benchmarks = (task for source in self.against for task in read_benchmark(source))
-        return Decontamination(benchmarks, n=self.n, min_share=self.min_share, short_share=self.short_share)
-
-
-def read_benchmark(source: RowSource) -> Iterator[Task]:
-    """Return the test rows of `source`, or all rows if it has no test rows."""
-    return iterate_rows(source, split="test" if source.has_test_rows else "train")
-
-
-class ExactDuplicatesRule(RuleScope):
-    """Keeps the first of equal questions."""
-
-    kind: Literal["exact_duplicates"] = "exact_duplicates"
-
-    def opened(self) -> ExactDuplicates:
-        from strop.curation.duplicates import ExactDuplicates  # imports numpy
-
-        return ExactDuplicates()
-
-
-class NearDuplicatesRule(RuleScope):
-    """Keeps the first of nearly equal questions; needs the extra `data`."""
-
-    kind: Literal["near_duplicates"] = "near_duplicates"
-    threshold: float = Field(default=0.8, ge=0.3, le=1, description="Jaccard index of the word triples.")
-    needs_same_answer: bool = Field(True, description="Only questions with equal answers are duplicates.")
-
-    def opened(self) -> NearDuplicates:
-        from strop.curation.duplicates import NearDuplicates
-
-        return NearDuplicates(threshold=self.threshold, needs_same_answer=self.needs_same_answer)
-
 
 RuleConfig: TypeAlias = Annotated[
     IntegerAnswer
@@ -148,3 +95,113 @@ _PATH_KEYS = ("path", "test_path", "outcomes")
 def load_curation(path: Path, overrides: Sequence[str] = ()) -> CurationConfig:
     """Return the curation in `path`. Relative paths are looked up next to it first. Raises `ConfigError` with each mistake."""
     return validate(CurationConfig, with_paths(load_toml(path, overrides), path, _PATH_KEYS), place=str(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A task with the rule that dropped it and the reason, or with neither if it was kept."""
+
+    task: Task
+    rule: str = ""
+    reason: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A task after the independent rules. A kept task carries the preparations of the comparisons."""
+
+    verdict: Verdict
+    prepared: tuple[bytes, ...] = ()
+
+
+class Rule(Protocol):
+    """Judges each task independently, so in parallel and in any order."""
+
+    @property
+    def name(self) -> str: ...
+
+    def judge(self, task: Task) -> str | None:
+        """Return the reason why `task` is dropped, or None."""
+
+
+@runtime_checkable
+class Comparison(Protocol):
+    """Compares a task with those before it, so it sees all tasks in order.
+
+    `prepare` computes what depends on the task only; other processes run it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, task: Task) -> bytes: ...
+
+    def judge(self, task: Task, prepared: bytes) -> str | None:
+        """Return the reason why `task` is dropped, or None; a task that stays is remembered."""
+
+
+AnyRule: TypeAlias = Rule | Comparison
+Sources: TypeAlias = frozenset[str] | None
+"""The sources whose problems a rule judges; None: all. Others stay, and are not compared."""
+
+
+class Rules:
+    """The rules of a file, in order: first those that judge each task independently, then the comparisons."""
+
+    def __init__(self, rules: Iterable[tuple[AnyRule, Sources]]) -> None:
+        self._independent: list[tuple[Rule, Sources]] = []
+        self._comparisons: list[tuple[Comparison, Sources]] = []
+        for rule, sources in rules:
+            if isinstance(rule, Comparison):
+                self._comparisons.append((rule, sources))
+            else:
+                self._independent.append((rule, sources))
+
+    @property
+    def names(self) -> list[str]:
+        return [rule.name for rule, _ in self._independent] + [rule.name for rule, _ in self._comparisons]
+
+    def judge(self, task: Task) -> Judged:
+        """Apply the independent rules, and prepare the comparisons. Runs in parallel."""
+        for rule, sources in self._independent:
+            if _applies_to(task, sources) and (reason := rule.judge(task)) is not None:
+                return Judged(verdict=Verdict(task=task, rule=rule.name, reason=reason))
+        prepared = (rule.prepare(task) if _applies_to(task, sources) else b"" for rule, sources in self._comparisons)
+        return Judged(verdict=Verdict(task=task), prepared=tuple(prepared))
+
+    def compare(self, judged: Iterable[Judged]) -> Iterator[Verdict]:
+        """Apply the comparisons to judged tasks, in order."""
+        for each in judged:
+            yield self._compared(each) if each.verdict.is_kept else each.verdict
+
+    def _compared(self, judged: Judged) -> Verdict:
+        task = judged.verdict.task
+        for (rule, sources), prepared in zip(self._comparisons, judged.prepared, strict=True):
+            if _applies_to(task, sources) and (reason := rule.judge(task, prepared)) is not None:
+                return Verdict(task=task, rule=rule.name, reason=reason)
+        return judged.verdict
+
+
+def _applies_to(task: Task, sources: Sources) -> bool:
+    return sources is None or task.source in sources
+
+
+def make_rule(config: RuleConfig) -> AnyRule:
+    """Return the rule that `config` describes. Raises `TaskError` if its benchmark or outcomes cannot be read."""
+    rule: AnyRule = config.opened()
+    return rule
+
+
+def make_rules(config: CurationConfig) -> Rules:
+    """Return the rules of a file, each for its sources. Raises the errors of `make_rule`."""
+    return Rules((make_rule(rule), config.scope(rule)) for rule in config.rules)
+
+
+def curate(tasks: Iterable[Task], rules: Iterable[AnyRule]) -> Iterator[Verdict]:
+    """Return a verdict for each task. Comparisons judge after all other rules."""
+    all_rules = Rules((rule, None) for rule in rules)
+    return all_rules.compare(map(all_rules.judge, tasks))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import log
+from typing import Literal
 
-from strop.curation.text import grams, signs_and_words, words
+from pydantic import Field
+
+from strop.curation.answers import RuleScope, grams, signs_and_words, words
+from strop.tasks import iterate_rows
+from strop.tasks.rows import RowSource
 from strop.types import Task
 
 _SEED_WORDS = 3  # minimum of a run, and the key in the index
@@ -152,3 +157,29 @@ def _texts(question: str) -> list[str]:
     """Return `question`, and its part before the choices if it has some."""
     choices = _CHOICES.search(question)
     return [question, question[: choices.start()]] if choices and choices.start() else [question]
+
+
+class DecontaminationRule(RuleScope):
+    """Drops problems that share n-grams with a benchmark, and reworded copies of its short problems."""
+
+    kind: Literal["decontamination"] = "decontamination"
+    against: tuple[RowSource, ...] = Field(min_length=1, description="Benchmarks: their test rows, or all rows if none.")
+    n: int = Field(default=8, ge=2, le=10**6, description="Words of an n-gram (rStar2-Agent section 4.2, open-r1).")
+    min_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of a benchmark problem's n-grams that makes a copy; 0: one n-gram, as in the papers.",
+    )
+    short_share: float = Field(
+        default=0.45, gt=0, le=1, description="The same for problems with fewer than 3n words, in one run of words."
+    )
+
+    def opened(self) -> Decontamination:
+        benchmarks = (task for source in self.against for task in read_benchmark(source))
+        return Decontamination(benchmarks, n=self.n, min_share=self.min_share, short_share=self.short_share)
+
+
+def read_benchmark(source: RowSource) -> Iterator[Task]:
+    """Return the test rows of `source`, or all rows if it has no test rows."""
+    return iterate_rows(source, split="test" if source.has_test_rows else "train")

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from array import array
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from strop.curation.answers import bare
-from strop.curation.text import fingerprint, grams, words
+from strop.curation.answers import RuleScope, bare, fingerprint, grams, words
 from strop.errors import TaskError
 from strop.types import Task
 
@@ -142,3 +143,23 @@ def signature(text: str) -> bytes:
 def rows_of_band(threshold: float) -> int:
     """Return the largest number of rows of a band at which a pair at `threshold` shares a band with probability 0.99."""
     return max(rows for rows in range(1, 13) if rows == 1 or 1 - (1 - threshold**rows) ** (_NUM_HASHES // rows) >= _RECALL)
+
+
+class ExactDuplicatesRule(RuleScope):
+    """Keeps the first of equal questions."""
+
+    kind: Literal["exact_duplicates"] = "exact_duplicates"
+
+    def opened(self) -> ExactDuplicates:
+        return ExactDuplicates()
+
+
+class NearDuplicatesRule(RuleScope):
+    """Keeps the first of nearly equal questions; needs the extra `data`."""
+
+    kind: Literal["near_duplicates"] = "near_duplicates"
+    threshold: float = Field(default=0.8, ge=0.3, le=1, description="Jaccard index of the word triples.")
+    needs_same_answer: bool = Field(True, description="Only questions with equal answers are duplicates.")
+
+    def opened(self) -> NearDuplicates:
+        return NearDuplicates(threshold=self.threshold, needs_same_answer=self.needs_same_answer)

@@ -14,8 +14,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from strop.curation.answers import RuleScope
-from strop.curation.text import question_digest
+from strop.curation.answers import RuleScope, question_digest
 from strop.errors import TaskError
 from strop.tasks.files import read_jsonl
 from strop.types import Group, ScoredTrajectory, Task

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.curation.curate import Judged, Verdict
+from strop.curation.config import Judged, Verdict
 from strop.reports.html import render
 from strop.run_directory import read_lines, write_text
 from strop.tasks.columns import BadRow, LeftOut

@@ -24,8 +24,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.curation.config import CurationConfig, DecontaminationRule
-from strop.curation.curate import Judged, Rules, make_rules
+from strop.curation.config import CurationConfig, Judged, Rules, make_rules
+from strop.curation.decontamination import DecontaminationRule
 from strop.curation.outcomes import OutcomeRule
 from strop.curation.results import (
     UNREADABLE,

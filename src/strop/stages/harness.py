@@ -30,7 +30,7 @@ from strop.rollout.scheduler.engine_pool import engine_name
 from strop.run_directory import read_json, write_json
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.loop.preflight import check_engine
+from strop.stages.loop.engines import check_engine
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe

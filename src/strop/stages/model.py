@@ -23,7 +23,7 @@ from strop.rollout.player import SamplingConfig
 from strop.run_directory import write_directory
 from strop.stages.context import StageContext
 from strop.stages.demonstrations import play_demonstrations
-from strop.stages.loop.preflight import task_files
+from strop.stages.loop.engines import task_files
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.protocol import TaskSource
 

@@ -17,7 +17,7 @@ from strop.rewards.base import written
 from strop.rewards.language import scripts_of
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, dropped_path, kept_path, outcomes_path
-from strop.stages.loop.only_right import why_not_right
+from strop.stages.demonstrations import why_not_right
 from strop.stages.sampled import SampledKeys, SampledStage, play_sampled
 from strop.tasks.files import writing_rows
 from strop.types import Group, ScoredTrajectory, Trajectory

@@ -26,9 +26,9 @@ from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import batch_at
+from strop.stages.dpo import PreferenceKeys, PreferenceSets, count_steps, open_sets
 from strop.stages.loop.checkpoints import prune_finished
-from strop.stages.loop.preferences import PreferenceKeys, PreferenceSets, count_steps, open_sets
-from strop.stages.loop.preflight import scorer_parts_of
+from strop.stages.loop.engines import scorer_parts_of
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingStage
 from strop.stages.loop.updates import keep_skipped, single_update_metrics

@@ -16,13 +16,13 @@ from strop.reports.scales import counted
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
-from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
-from strop.stages.loop.preflight import (
+from strop.stages.loop.engines import (
     check_needs,
     missing_parts,
     played_in_words,
     task_files,
 )
+from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
 from strop.stages.loop.rollouts import open_player
 from strop.tasks import TaskSource
 from strop.tools.protocol import Tool

@@ -20,9 +20,15 @@ from strop.rollout.chat_template import ChatFormat
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations
 from strop.stages.data import Row, rows_in
-from strop.stages.demonstrations import batch_at, write_demonstrations
-from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept, with_truths
-from strop.stages.loop.preflight import missing_parts, task_files
+from strop.stages.demonstrations import (
+    attempts_in,
+    batch_at,
+    judge_demonstrations,
+    only_kept,
+    with_truths,
+    write_demonstrations,
+)
+from strop.stages.loop.engines import missing_parts, task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule

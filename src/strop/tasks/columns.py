@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -53,7 +53,7 @@ class Columns(TaskSource.Config):
     )
 
     @property
-    def rows_where(self) -> Mapping[str, tuple[str, ...]]:
+    def rows_where(self) -> Mapping[str, Sequence[str]]:
         """Columns with the values of the rows that are read."""
         if self.where is not None:
             return self.where

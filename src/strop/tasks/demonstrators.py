@@ -17,7 +17,7 @@ from pydantic import Field
 
 from strop.config import Config
 from strop.errors import TaskError
-from strop.tasks.countdown import draw_expression
+from strop.tasks.generated import draw_expression
 from strop.types import Task, derive_seed
 
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>

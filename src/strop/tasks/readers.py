@@ -13,7 +13,7 @@ import random
 import re
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,7 @@ class Read:
     is_parsed: bool = field(default=False, kw_only=True)  # the same, or without a box what math-verify finds at the end
     is_list: bool = field(default=False, kw_only=True)  # a list is a text, its elements separated by commas
     is_first: bool = field(default=False, kw_only=True)  # the first of a list of right answers
+    has_underscores: bool = field(default=False, kw_only=True)  # instead of spaces
 
     def __call__(self, row: Row) -> str:
         value = find(row, self.column)
@@ -59,6 +60,8 @@ class Read:
                 raise Unreadable(f"its {self.column!r} is an empty list")
             value = value[0]
         text = _joined(value, self.column) if self.is_list else as_text(value, self.column)
+        if self.has_underscores:
+            text = text.replace("_", " ")
         if self.after:
             _, mark, text = text.rpartition(self.after)
             if not mark:
@@ -108,18 +111,16 @@ class AsTexts:
         return json.dumps([as_text(each, self.column) for each in values], ensure_ascii=False)
 
 
+@dataclass(frozen=True, slots=True)
 class Fill:
-    """Fills placeholders of a wording with readers, for data sets that publish the parts of a question separately."""
+    """Fills {numbers} and {target} of a wording, for a data set that publishes the parts of a question separately."""
 
-    def __init__(self, wording: str, **parts: Reader) -> None:
-        self.wording = wording
-        self.parts = parts
+    wording: str
+    numbers: Read
+    target: Read
 
     def __call__(self, row: Row) -> str:
-        text = self.wording
-        for name, read in self.parts.items():
-            text = text.replace(f"{{{name}}}", read(row))
-        return text
+        return self.wording.replace("{numbers}", self.numbers(row)).replace("{target}", self.target(row))
 
 
 def find(row: Row, column: str) -> Any:
@@ -168,7 +169,7 @@ class Choices:
 
     question: str
     right: str
-    wrong: tuple[str, ...]
+    wrong: Sequence[str]
 
     def __call__(self, row: Row) -> str:
         lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, self.ordered(row), strict=False)]
@@ -186,7 +187,7 @@ class Listed:
     """The question with the choices of a list, or of several columns, below it, lettered in their order."""
 
     question: str
-    choices: str | tuple[str, ...]
+    choices: str | Sequence[str]
 
     def __call__(self, row: Row) -> str:
         texts = find(row, self.choices) if isinstance(self.choices, str) else [find(row, name) for name in self.choices]
@@ -209,14 +210,11 @@ class LetterAt:
         return _LETTERS[number]
 
 
-@dataclass(frozen=True, slots=True)
-class RightLetter:
-    """The letter of the right answer among `choices`."""
-
-    choices: Choices
+class RightLetter(Choices):
+    """The letter of the right answer among the choices."""
 
     def __call__(self, row: Row) -> str:
-        return _LETTERS[self.choices.ordered(row).index(Read(self.choices.right)(row).strip())]
+        return _LETTERS[self.ordered(row).index(Read(self.right)(row).strip())]
 
 
 def contest_question(row: Row) -> str:

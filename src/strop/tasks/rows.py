@@ -186,7 +186,7 @@ class HubRows(RowSource):
     @property
     def has_test_rows(self) -> bool:
         known = self._published
-        return self.config.test_split is not None or known is None or known.test_split is not None
+        return self.config.test_split is not None or known is None or bool(known.test_split)
 
     def source(self, split: Split) -> str:
         return f"{self._name}[{self._split(split)}]"

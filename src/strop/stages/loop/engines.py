@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, VllmConfig
+import torch
+
+from strop.cluster.connection import check_installed
+from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
-from strop.errors import ConfigError
+from strop.errors import ConfigError, UserError
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import PlayedKeys, PosedKeys
+from strop.recipe.stage import Machine, PlayedKeys, PosedKeys, Stage
+from strop.rewards import Reward, SumReward
+from strop.rewards.reward_model import ExchangeFormat, check_reward_model
+from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart, VllmScorerConfig
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import ToolEnvironments, Tools
 from strop.rollout.prompt import load_prompt
@@ -17,9 +26,14 @@ from strop.rollout.scheduler.engine_pool import EnginePool, engine_name
 from strop.rollout.scheduler.replacements import EngineObserver
 from strop.stages.context import StageContext
 from strop.stages.data import open_tasks
-from strop.tasks import TaskSource
+from strop.tasks.protocol import Split, TaskSource
 from strop.tools.protocol import Tool
+from strop.training.config import TrainerConfig
 from strop.types import Task
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
 
 _MARGIN = 1.1  # times an engine's own deadline, so that the engine's own error comes first
 
@@ -156,3 +170,165 @@ def check_longest(
             f" sampling.max_tokens = {response}, together {needed}; the limit is {limit}."
             f" Raise engine.max_length to {needed}, or lower sampling.max_tokens to {max(1, held - length)}."
         )
+
+
+_MIB = 2**20
+_MOST_COUNTED_MIB = 16  # of a file whose rows are counted: some 50 000 problems, in about a second
+
+
+def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+    """What this machine lacks for a stage: engines if it plays, the device of its trainer, reward models that judge it."""
+    config = stage.config
+    if isinstance(config, PlayedKeys) and stage.opens_engines:
+        yield from _check_length(name, config, recipe)
+        if config.sampling.repetition_penalty != 1 and isinstance(recipe.engine, SglangConfig):
+            yield ConfigError(
+                f"stages.{name}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which releases of SGLang"
+                " are reported to ignore. Leave it out, or use another engine."
+            )
+        yield from check_engine(recipe, machine)
+    if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
+        if trainer.workers and not machine.is_elsewhere:
+            try:
+                check_installed(f"stages.{name}.trainer.workers")
+            except UserError as error:
+                yield error
+        yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
+    if isinstance(config, PlayedKeys) and stage.is_judged:
+        yield from _check_reward(f"stages.{name}", config.reward, machine)
+
+
+def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+    """The interpreter of a server engine, or a device of the embedded one, or Ray for its processes, is not on this machine."""
+    try:
+        if isinstance(recipe.engine, EngineConfig):
+            if not machine.is_elsewhere:
+                check_processes(recipe.engine)
+            _check_engine_devices(recipe.engine, machine)
+        elif not machine.is_plan:
+            check_interpreter(recipe.engine)
+    except UserError as error:
+        yield error
+
+
+def _check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
+    """The longest response alone fills a conversation of the engine."""
+    if config.longest_response >= recipe.engine.max_length:
+        yield ConfigError(
+            f"stages.{name}.sampling.max_tokens is {config.longest_response}, but the engine holds conversations of"
+            f" engine.max_length = {recipe.engine.max_length} tokens, prompt included. Raise engine.max_length, or lower"
+            " max_tokens."
+        )
+
+
+def scorer_parts_of(reward: Reward) -> dict[str, ScorerPart.Config]:
+    """The parts of a reward that ask a reward model."""
+    if not isinstance(reward, SumReward):
+        return {}
+    return {name: part.config for name, part in reward.parts.items() if isinstance(part, ScorerPart)}
+
+
+def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[UserError]:
+    """The device of a reward model is not on this machine, or its directory holds no reward model."""
+    for name, part in scorer_parts_of(reward).items():
+        key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
+        if isinstance(scorer, EmbeddedScorerConfig):
+            yield from _check_device(scorer.device, key, machine)
+        if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
+            continue
+        if machine.is_plan and not Path(scorer.path).exists():
+            continue
+        try:
+            if isinstance(scorer, EmbeddedScorerConfig):
+                check_reward_model(Path(scorer.path))
+            ExchangeFormat(Path(scorer.path))
+        except UserError as error:
+            yield UserError(f"{key}.path: {error}")
+
+
+def missing_parts(reward: Reward, engine: AnyEngine) -> Iterator[str]:
+    """For the plan: a line for the interpreter of a server engine and each reward model that is not there yet."""
+    if isinstance(engine, VllmConfig | SglangConfig):
+        try:
+            check_interpreter(engine)
+        except UserError as error:
+            yield str(error)
+    for name, part in scorer_parts_of(reward).items():
+        scorer = part.scorer
+        if isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) and scorer.path and not Path(scorer.path).exists():
+            yield f"reward.parts.{name}.scorer.path: {scorer.path}: NOT FOUND. Make it first, or name another."
+
+
+def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[str, Path]:
+    """The files of the parts of `tasks` that are opened, by key; each file once."""
+    found: dict[str, Path] = {}
+    for split in splits:
+        path = tasks.files.get(split)
+        if path is not None and path not in found.values():
+            found[key if key not in found else f"{key}.test_path"] = path
+    for name, part in tasks.parts.items():
+        found |= task_files(f"{key}.parts.{name}", part, splits)
+    return found
+
+
+def tasks_there(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | None) -> int | None:
+    """How many tasks there are, or `wanted` of generated ones; None where that is not known before they are read.
+
+    Raises `TaskError` as `open_tasks` does.
+    """
+    if not config.has_own_tasks:
+        return None
+    if config.tasks.is_endless:
+        return wanted
+    path = config.tasks.files.get(config.played_split)
+    if not config.tasks.files or (path is not None and not _is_counted(path)):
+        return None
+    return open_tasks(recipe, name, config.tasks, seed=recipe.seed, split=config.played_split).num_tasks
+
+
+def played_in_words(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | None) -> tuple[str, int]:
+    """How many tasks a stage plays, and before it whether there may be fewer; 0 where nothing says how many there are."""
+    there = tasks_there(name, config, recipe, wanted)
+    if there is None:
+        return "up to ", wanted or 0
+    return "", min(there, wanted or there)
+
+
+def _is_counted(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
+
+
+def _check_engine_devices(config: EngineConfig, machine: Machine) -> None:
+    if config.device == "cpu" or machine.is_elsewhere or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
+        return  # engines with devices of their own see those, whatever this process sees
+    num_devices = torch.cuda.device_count()
+    if config.devices and (missing := [device for device in config.devices if device >= num_devices]):
+        raise UserError(
+            f"engine.devices names {missing}, but {_what_torch_sees(num_devices)}. Name devices that are there, counted from 0,"
+            ' or leave the key out and set engine.device = "cpu".'
+        )
+    _ = config.torch_device
+
+
+def _check_device(name: str, key: str, machine: Machine, *, workers: int = 0) -> Iterator[UserError]:
+    if name == "auto" or machine.is_elsewhere:
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        yield UserError(f'{key}.device is {name!r}, which is no device. Write "cpu", "cuda" or "cuda:1".')
+        return
+    num_devices, num_wanted = torch.cuda.device_count(), max(1, workers, (device.index or 0) + 1)
+    if device.type == "cuda" and num_wanted > num_devices:
+        of_workers = f" and {key}.workers is {workers}" if workers else ""
+        yield UserError(
+            f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees(num_devices)}."
+            ' Use "cpu", or a device that is there' + (", or fewer workers." if workers else ".")
+        )
+
+
+def _what_torch_sees(num_devices: int) -> str:
+    if num_devices:
+        return f"torch sees {num_devices} CUDA device{'s' if num_devices > 1 else ''} here"
+    is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+    return "torch sees no CUDA device here" + (" (this build of it is for CPUs alone)" if is_cpu_build else "")

@@ -18,7 +18,7 @@ from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, Tr
 from strop.rewards import SumReward
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.loop.checkpoints import CheckpointedKeys
-from strop.stages.loop.preflight import (
+from strop.stages.loop.engines import (
     check_needs,
     missing_parts,
     task_files,
