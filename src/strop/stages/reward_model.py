@@ -296,7 +296,8 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Pearson's; None if one of them is constant."""
     if any(min(values, default=0.0) == max(values, default=0.0) for values in (one, other)):
         return None  # compare the values: rounding could leave 1e-17 after subtracting the mean
-    return float(np.corrcoef(one, other)[0, 1])
+    left, right = (np.subtract(values, np.mean(values)) for values in (one, other))
+    return float((left * right).sum() / np.sqrt((left**2).sum() * (right**2).sum()))
 
 
 def _less_the_mean_of(labels: Sequence[bool], values: Sequence[float]) -> list[float]:
