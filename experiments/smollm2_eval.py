@@ -33,7 +33,7 @@ from provenance import provenance
 from strop.errors import UserError
 from strop.evaluation.compare import Comparison, MetricComparison, compare
 from strop.evaluation.results import EvalFiles, read_eval
-from strop.pipeline.evaluate import evaluate_model
+from strop.pipeline.from_python import evaluate_model
 from strop.recipe.load import load_recipe
 from strop.reports.evaluations import comparison_table
 from strop.run_directory import RunDirectory, write_json, write_text

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop.curation import run
-from strop.curation.config import CurationConfig, load_curation, read_benchmark
+from strop.curation.config import CurationConfig, load_curation
+from strop.curation.decontamination import read_benchmark
 from strop.curation.outcomes import AgreementRule, key_of
 from strop.curation.results import row_of
 from strop.curation.run import run_curation

@@ -32,7 +32,7 @@ def test_the_name_of_a_result_tells_models_apart_that_have_the_same_weights(tmp_
     async def evaluate_model(recipe, model, directory, **_):
         names.append(recipe.name)
 
-    monkeypatch.setattr("strop.pipeline.evaluate.evaluate_model", evaluate_model)
+    monkeypatch.setattr("strop.pipeline.from_python.evaluate_model", evaluate_model)
     recipe = Path(__file__).parents[2] / "recipes" / "demo.toml"
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")

@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE, recipe_of, run_recipe
+from strop.curation.outcomes import outcome_of
 from strop.errors import MachineError, RunError
+from strop.evaluation.metrics import verdict_of
 from strop.recipe.recipe import Recipe, resolve
 from strop.registry import from_keys
 from strop.run_directory import RunDirectory, read_json, read_lines
@@ -22,6 +24,10 @@ from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTraje
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASK = Task(id="t", question="1+1", answer="2", source="by hand")
 SHARED = {"tasks": {"kind": "arithmetic"}, "init": "sft", "num_tasks": 1}
+
+
+def dropped(group, stage):
+    return why_dropped(outcome_of(group, verdict_of(stage.reward)), stage)
 
 
 def turn_of(text):
@@ -69,13 +75,13 @@ def stage_of(config, **keys):
 def test_a_filter_keeps_by_how_many_of_k_are_right_and_void_ones_speak_for_neither_side(num_right, num_judged, keys, is_kept):
     stage = stage_of(Filter, k=8, **keys)
     played = group(*(rollout("x", right=n < num_right, attempt=n) for n in range(num_judged)))
-    assert (why_dropped(played, stage) == "") is is_kept
+    assert (dropped(played, stage) == "") is is_kept
 
 
 def test_a_task_of_which_nothing_says_what_is_right_stays_as_one_whose_rollouts_are_void_does():
     stage = stage_of(Filter, k=4, min_right=2)
-    assert why_dropped(group(*(rollout("x", right=None, attempt=n) for n in range(4))), stage) == ""
-    assert why_dropped(group(*(rollout("x", right=False, attempt=n) for n in range(4))), stage) != ""
+    assert dropped(group(*(rollout("x", right=None, attempt=n) for n in range(4))), stage) == ""
+    assert dropped(group(*(rollout("x", right=False, attempt=n) for n in range(4))), stage) != ""
 
 
 def test_rows_are_written_as_they_come_and_the_file_is_there_whole_or_not_at_all(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from scripted_runs import RecordingEngine, answer, make_recipe, run_recipe, sums_and_errors
 from strop.errors import EngineLost, MachineError, RunError, TaskError
 from strop.evaluation.results import read_eval
-from strop.pipeline.evaluate import evaluate_model
+from strop.pipeline.from_python import evaluate_model
 from strop.recipe.recipe import Recipe, resolve
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.stages.context import Silent, load_chat
@@ -62,7 +62,7 @@ def evaluate(directory, model, recipe, *, say=None, lost_after=None, monkeypatch
         engines.append(Engine(lambda request: chat.completion_ids(said(random.Random(request.seed)))))
         return [engines[-1]]
 
-    monkeypatch.setattr("strop.pipeline.evaluate.train", _with_doubles(open_engines))
+    monkeypatch.setattr("strop.pipeline.from_python.run_recipe", _with_doubles(open_engines))
     figures = asyncio.run(evaluate_model(recipe, model, directory, stage=None, progress=Silent()))
     return figures, engines
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from strop.cli.stopping import Stopped, run_until_stopped
+from strop.cli.common import Stopped, run_until_stopped
 from strop.reports.console import ConsoleProgress
 
 

@@ -182,7 +182,7 @@ def _steps(run: RunDirectory, stage: str, wanted: Sequence[range] | None) -> lis
 
 
 def _trained_entropies(run: RunDirectory, stage: str, step: int) -> dict[RolloutKey, Sequence[float]]:
-    """The trainer's, of the rollouts that the step trained on; see `strop.stages.loop.entropies`."""
+    """The trainer's, of the rollouts that the step trained on; see `strop.analysis.statistics`."""
     path = run.stage(stage).selection(step)
     groups = read_json(path).get("groups", []) if path.exists() else []
     records = [record for group in groups for record in group["rollouts"] if "entropies" in record]

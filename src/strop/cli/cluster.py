@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from strop.cli.stopping import sigterm_as_interrupt
+from strop.cli.common import sigterm_as_interrupt
 
 app = typer.Typer(no_args_is_help=True, help="Start a Ray cluster on this machine, or print what starts one elsewhere.")
 

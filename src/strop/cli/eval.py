@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from strop.cli.planning import DryRun, OnHardware, print_dry_run
-from strop.cli.stopping import run_until_stopped
+from strop.cli.common import DryRun, OnHardware, print_dry_run, run_until_stopped
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Directory for results, with one directory each.")]
@@ -58,7 +57,7 @@ def run(
     hardware: OnHardware = None,
 ) -> None:
     """Evaluate a model directory with one of the recipe's evaluations: pass@1 with its interval, pass@k, maj@k, lengths."""
-    from strop.pipeline.evaluate import choose_evaluation, evaluate_model, evaluation_of
+    from strop.pipeline.from_python import choose_evaluation, evaluate_model, evaluation_of
     from strop.recipe.load import load_recipe
     from strop.reports.console import ConsoleProgress
     from strop.reports.terminal import printable

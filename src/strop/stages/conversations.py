@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from strop.errors import TaskError
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.rollout.chat_template import ChatFormat, Span
 from strop.rollout.chat_template import Message as ChatMessage
@@ -30,9 +31,6 @@ from strop.tasks.readers import Unreadable
 from strop.tools.protocol import Tool
 from strop.training.sft import Demonstration, Segment
 from strop.types import Task, Trajectory
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 class Conversations(Stage):

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -14,15 +14,13 @@ from strop.curation.config import CurationConfig, load_curation
 from strop.curation.run import named_files, run_curation
 from strop.errors import ConfigError, TaskError, UserError
 from strop.recipe.graph import Input, Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.reports.scales import counted
 from strop.run_directory import RunDirectory
 from strop.stages.context import StageContext
 from strop.stages.data import kept_path, outcomes_path
 from strop.stages.sampled import SampledStage
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 _NOTE_EVERY_S = 30.0
 

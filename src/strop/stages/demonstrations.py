@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pydantic import Field
 
 from strop.errors import MachineError, TaskError
 from strop.evaluation.metrics import Verdict, verdict_of
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, PosedKeys, Stage, StageResult
 from strop.rewards import judge_group, make_reward
 from strop.rollout.chat_template import ChatFormat
@@ -35,10 +36,6 @@ from strop.tasks.readers import Unreadable
 from strop.tasks.rows import RowSource, iterate_rows
 from strop.training.sft import Demonstration, Segment
 from strop.types import Group, RolloutKey, Task, Trajectory, derive_seed
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
-
 
 ItemT = TypeVar("ItemT")
 _AT_ONCE = 32

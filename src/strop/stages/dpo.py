@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from pydantic import Field
 
 from strop.algorithms.method import Column
-from strop.errors import ConfigError, TaskError
+from strop.errors import TaskError
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.scales import counted
 from strop.rollout.chat_template import ChatFormat
@@ -27,7 +28,7 @@ from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.demonstrations import batch_at
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.steps import take_updates
-from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage, check_schedule
+from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage, checked_steps
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
 from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.files import RowFile
@@ -43,10 +44,6 @@ from strop.training.dpo import (
 )
 from strop.training.preferences import Pair, Preference, read_preferences
 from strop.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
-
 
 ItemT = TypeVar("ItemT")
 
@@ -141,12 +138,7 @@ def _digest(prompt: str) -> bytes:
 
 def count_steps(context: StageContext, stage: PreferenceKeys, num: int) -> int:
     """Return the updates of a stage that learns from `num` preferences. Raises `ConfigError` if its schedule needs more."""
-    steps = stage.epochs * -(-num // stage.batch_size)
-    try:
-        check_schedule(stage.trainer.optimizer, steps, key=f"stages.{context.name}.trainer.optimizer")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return steps
+    return checked_steps(context, stage, stage.epochs * -(-num // stage.batch_size))
 
 
 class PairValidationConfig(HeldOutConfig):

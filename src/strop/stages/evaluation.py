@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -14,22 +14,18 @@ from strop.evaluation.metrics import ResponseKind, Verdict, num_sampled_tokens, 
 from strop.evaluation.results import figures_of, problem_of, write_eval
 from strop.evaluation.short_answers import read_answer, read_letter
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.rewards.base import Reward, RunService
 from strop.rewards.function import FunctionPart
 from strop.rewards.sum import SumReward
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
-from strop.stages.data import tasks_to_play
 from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks
 from strop.tasks.protocol import Split
 from strop.tools.limits import AbsentTool, NoisyTool
 from strop.tools.protocol import Tool
 from strop.types import Group, Trajectory, derive_seed
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
-
 
 _READERS: dict[str, Callable[[Trajectory], str]] = {
     "strop.evaluation.short_answers:exact_match": read_answer,
@@ -150,13 +146,10 @@ class Eval(FixedSetStage):
     async def run(self, context: StageContext) -> StageResult:
         """Play `num_tasks` x `k` rollouts, and write `eval/`. Raises `MachineError` if every rollout is void."""
         config, started = self.config, time.perf_counter()
-        model = product_of(context.run, config.init)
-        weights = weights_digest(model)
+        weights = weights_digest(product_of(context.run, config.init))
         playing = play_tasks(
             context,
             config,
-            model,
-            tasks_to_play(context, config),
             weights=weights,
             seed=derive_seed("eval", context.recipe.seed, "rollouts"),
             tools=_under_condition(context.tools, config.tools),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,6 +13,7 @@ from strop.algorithms.expert_iteration import epoch_batches, select_right
 from strop.algorithms.method import Selection
 from strop.errors import CannotLearnError
 from strop.evaluation.metrics import entropy_metrics, rollout_metrics, tool_call_metrics
+from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.scales import counted
@@ -26,9 +27,6 @@ from strop.stages.loop.validation import write_product
 from strop.training.config import Schedule
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 class ExpertIterationRun:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from strop.recipe.graph import Input, Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.run_directory import read_json, write_directory, write_json
 from strop.stages.context import StageContext, product_of
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 class Export(Stage):

@@ -7,16 +7,15 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from strop.curation.outcomes import outcome_of
+from strop.curation.outcomes import Outcome, outcome_of
 from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
 from strop.recipe.stage import StageResult
 from strop.stages.context import StageContext
 from strop.stages.data import dropped_path, kept_path, outcomes_path
-from strop.stages.sampled import SampledKeys, SampledStage, play_sampled
+from strop.stages.sampled import SampledKeys, SampledStage, play_tasks
 from strop.tasks.files import writing_rows
-from strop.types import Group
 
 
 class Filter(SampledStage):
@@ -53,7 +52,6 @@ class Filter(SampledStage):
     async def run(self, context: StageContext) -> StageResult:
         """Play, judge and write. Raises `TaskError` if no task is kept."""
         config, directory = self.config, context.directory
-        verdict = verdict_of(config.reward)
         num_kept = num_dropped = num_unknown = 0
         first = ""
         with (
@@ -61,16 +59,17 @@ class Filter(SampledStage):
             writing_rows(kept_path(directory)) as keep,
             writing_rows(outcomes_path(directory)) as add_outcome,
         ):
-            async for group in play_sampled(context, config):
-                add_outcome(asdict(outcome_of(group, verdict)))
-                num_right, num_judged = _counts(group, config)
-                if reason := why_dropped(group, config):
+            async for group in play_tasks(context, config, seed=context.seed("rollouts")):
+                outcome = outcome_of(group, verdict_of(config.reward))
+                add_outcome(asdict(outcome))
+                if reason := why_dropped(outcome, config):
                     num_dropped += 1
                     first = first or reason
-                    drop(asdict(group.task) | {"reason": reason, "num_right": num_right, "num_judged": num_judged})
+                    counts = {"num_right": outcome.num_right, "num_judged": outcome.num_judged}
+                    drop(asdict(group.task) | {"reason": reason, **counts})
                 else:
                     num_kept += 1
-                    num_unknown += not num_judged
+                    num_unknown += not outcome.num_judged
                     keep(asdict(group.task))
         num = num_kept + num_dropped
         if not num_kept:
@@ -84,23 +83,15 @@ class Filter(SampledStage):
         return StageResult(summary=summary, product=kept_path(directory))
 
 
-def why_dropped(group: Group, stage: Filter.Config) -> str:
+def why_dropped(outcome: Outcome, stage: Filter.Config) -> str:
     """Return why a task is dropped; empty if it is kept.
 
     A rollout without a verdict may be right or wrong: a task is dropped only if no verdict on it could change that.
     """
-    num_right, num_judged = _counts(group, stage)
-    num_unknown = max(0, stage.k - num_judged)
+    num_right, num_unknown = outcome.num_right, max(0, stage.k - outcome.num_judged)
     of = f"{num_right} of {stage.k} rollouts are right" + (f", {num_unknown} void" if num_unknown else "")
     if num_right > stage.most_right:
         return f"{of}, more than max_right = {stage.most_right}: too easy"
     if num_right + num_unknown < stage.min_right:
         return f"{of}, fewer than min_right = {stage.min_right}: too hard, or its answer is wrong"
     return ""
-
-
-def _counts(group: Group, stage: Filter.Config) -> tuple[int, int]:
-    """Return the number of rollouts that are right, and of those with a verdict."""
-    verdict = verdict_of(stage.reward)
-    found = [verdict(scored) for scored in group.trajectories]
-    return found.count(True), len(found) - found.count(None)

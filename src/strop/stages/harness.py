@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -25,15 +25,13 @@ from strop.errors import ConfigError, RunError, UserError
 from strop.evaluation.endpoint import Endpoint, EngineAnswers, ServerAnswers, serving
 from strop.evaluation.results import write_eval
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Sampled, Stage, StageResult
 from strop.rollout.scheduler.engine_pool import engine_name
 from strop.run_directory import read_json, write_json
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.loop.engines import check_engine
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 PLACEHOLDERS = ("base_url", "port", "model", "out")
 _SHOWN = 12  # files or keys in an error

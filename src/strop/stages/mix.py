@@ -5,19 +5,17 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from strop.errors import TaskError
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.stages.context import StageContext
 from strop.stages.data import kept_path, rows_of
 from strop.tasks.files import RowFile, writing_rows
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 class Mix(Stage):

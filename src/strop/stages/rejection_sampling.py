@@ -18,7 +18,7 @@ from strop.rewards.language import scripts_of
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, dropped_path, kept_path, outcomes_path
 from strop.stages.demonstrations import why_not_right
-from strop.stages.sampled import SampledKeys, SampledStage, play_sampled
+from strop.stages.sampled import SampledKeys, SampledStage, play_tasks
 from strop.tasks.files import writing_rows
 from strop.types import Group, ScoredTrajectory, Trajectory
 
@@ -59,7 +59,7 @@ class RejectionSampling(SampledStage):
             writing_rows(kept_path(directory)) as keep,
             writing_rows(outcomes_path(directory)) as add_outcome,
         ):
-            async for group in play_sampled(context, config):
+            async for group in play_tasks(context, config, seed=context.seed("rollouts")):
                 num_tasks += 1
                 num_void += group.num_void
                 add_outcome(asdict(outcome_of(group, verdict)))

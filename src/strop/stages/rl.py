@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from strop.algorithms.losses import Mismatch
 from strop.algorithms.method import WHOLE_REWARD, Column, Method, Selection, checked_advantages, checked_selection
+from strop.analysis.statistics import are_missing, entropy_curves, scored_entropies
 from strop.errors import CannotLearnError, ConfigError, UserError
 from strop.evaluation.metrics import rollout_metrics, tool_call_metrics, verdict_of
 from strop.recipe.graph import Input, Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.scales import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, AsyncRolloutsConfig, staleness_metrics
-from strop.stages.loop.entropies import are_missing, entropy_curves, scored_entropies
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_schedule
@@ -41,9 +42,6 @@ from strop.stages.loop.validation import write_product
 from strop.training.batch import Ban, TokenBatch, pack, reweighted, split_by_group
 from strop.training.trainer import Trainer
 from strop.types import Group
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 class RLRun:

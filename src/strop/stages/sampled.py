@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from strop.errors import MachineError, TaskError, UserError
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage
 from strop.reports.scales import counted
 from strop.runs.lineage import weights_digest
@@ -24,12 +25,8 @@ from strop.stages.loop.engines import (
 )
 from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
 from strop.stages.loop.rollouts import open_player
-from strop.tasks import TaskSource
 from strop.tools.protocol import Tool
 from strop.types import Group
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 _TASKS_AT_ONCE = 256  # their rollouts are held in memory until their groups are closed
 
@@ -101,22 +98,12 @@ class SampledStage(FixedSetStage):
     config: SampledKeys
 
 
-async def play_sampled(context: StageContext, stage: SampledKeys) -> AsyncIterator[Group]:
-    """As `play_tasks`, the tasks of a stage that makes rows."""
-    model = product_of(context.run, stage.init)
-    source, seed = tasks_to_play(context, stage), context.seed("rollouts")
-    async for group in play_tasks(context, stage, model, source, weights=weights_digest(model), seed=seed):
-        yield group
-
-
 async def play_tasks(
     context: StageContext,
     stage: FixedSetKeys,
-    model: Path,
-    source: TaskSource,
     *,
-    weights: str,
     seed: int,
+    weights: str = "",
     tools: Sequence[Tool] | None = None,
     tasks_at_once: int | None = None,
 ) -> AsyncIterator[Group]:
@@ -125,19 +112,21 @@ async def play_tasks(
     Rollouts that an interrupted try finished are not played again. No more groups are held than are played at once.
 
     Args:
-        weights: digest of `model`; only rollouts that were sampled from the same weights count as finished.
+        weights: digest of the model, if it is known; only rollouts that were sampled from the same weights count as finished.
 
     Raises:
         UserError: there are no tasks, or an engine could never hold a rollout of them.
         MachineError: every rollout is void.
     """
+    model, source = product_of(context.run, stage.init), tasks_to_play(context, stage)
     num = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks or source.num_tasks, source.num_tasks)
     if num is None:
         raise TaskError(f"stages.{context.name}: its tasks have no end. Set num_tasks.")
     context.started(num, 0)
-    size = tasks_at_once or _TASKS_AT_ONCE
     num_closed = num_void = num_valid = 0
     parts: list[Path] = []
+    size = tasks_at_once or _TASKS_AT_ONCE
+    weights = weights or weights_digest(model)
     async with open_player(context, stage, model) as player:
         player.check(stage, source)
         for number, start in enumerate(range(0, num, size)):

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from strop.errors import ConfigError, TaskError, UserError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.reports.scales import counted
 from strop.rollout.chat_template import ChatFormat
@@ -31,7 +32,7 @@ from strop.stages.demonstrations import (
 from strop.stages.loop.engines import missing_parts, task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
-from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
+from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule, checked_steps
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
 from strop.stages.loop.validation import Validator, write_product
 from strop.stages.sampled import SampledStage
@@ -41,9 +42,6 @@ from strop.tasks.protocol import Split
 from strop.tasks.rows import RowSource
 from strop.training.sft import Demonstration, cut_into_rows, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 class SFT(TrainingStage):
@@ -179,7 +177,7 @@ class SFT(TrainingStage):
                     f" {', '.join(config.data) or 'the demonstrator'} make more."
                 )
             async with AsyncExitStack() as opened:
-                steps = _checked_updates(context, config, len(on_disk))
+                steps = checked_steps(context, config, config.num_updates(len(on_disk)))
                 trainer = Trainer.from_directory(init, config.trainer, total_updates=steps)
                 opened.push_async_callback(trainer.close)
                 validator = None
@@ -201,16 +199,6 @@ async def _conversations(context: StageContext, stage: SFT.Config, chat: ChatFor
     if not path.exists():
         await write_demonstrations(context, stage, stage.demonstrator, chat, path, num=stage.num_demonstrations)
     return [path]
-
-
-def _checked_updates(context: StageContext, stage: SFT.Config, num_demonstrations: int) -> int:
-    """The updates of the stage. Raises `ConfigError` if its schedule needs more."""
-    steps = stage.num_updates(num_demonstrations)
-    try:
-        check_schedule(stage.trainer.optimizer, steps, key=f"stages.{context.name}.trainer.optimizer")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return steps
 
 
 def _rows(paths: Sequence[Path]) -> Iterator[Row]:

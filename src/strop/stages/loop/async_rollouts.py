@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.errors import ConfigError, RunError
 from strop.evaluation.metrics import num_sampled_tokens
+from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import Done
 from strop.run_directory import read_lines
 from strop.stages.context import StageContext
@@ -34,9 +35,6 @@ from strop.stages.loop.ledger import ledger_of, read_rollouts
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task, Turn
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 StageT = TypeVar("StageT", bound=RolloutKeys)
 DROPPED = "rollout/dropped_too_old"

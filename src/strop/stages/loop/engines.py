@@ -1,11 +1,13 @@
-"""Opens the engines of a stage as one pool, and checks that a rollout fits into their KV memory."""
+"""What a stage needs of engines and machine: opens its engines as one pool, checks before and estimates.
+
+Stages call the checks from `check` and the estimates from `plan`. A rollout must fit into the KV memory of an engine.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,10 +32,6 @@ from strop.tasks.protocol import Split, TaskSource
 from strop.tools.protocol import Tool
 from strop.training.config import TrainerConfig
 from strop.types import Task
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
-
 
 _MARGIN = 1.1  # times an engine's own deadline, so that the engine's own error comes first
 
@@ -114,18 +112,6 @@ def prompt_lengths(stage: PosedKeys, tasks: Sequence[Task], chat: ChatFormat, to
     return [len(kind.prompt_ids(shared, task)) for task in tasks]
 
 
-def _longest_prompt(
-    recipe: Recipe, name: str, stage: PlayedKeys, chat: ChatFormat, tools: Sequence[Tool], source: TaskSource | None = None
-) -> tuple[str, int]:
-    """The task with the longest prompt among the first of the stage, or all of an evaluation, and the prompt's tokens."""
-    seed, num = stage.task_seed(recipe.seed, name), stage.num_first_tasks
-    source = source or open_tasks(recipe, name, stage.tasks, seed=seed, split=stage.played_split)
-    num = num if source.num_tasks is None else min(num, source.num_tasks)
-    tasks = [source.task(index) for index in range(num)]
-    lengths = prompt_lengths(stage, tasks, chat, tools)
-    return max(zip((task.id for task in tasks), lengths, strict=True), key=lambda each: each[1])
-
-
 def _refuse_idle_oversubscription(recipe: Recipe) -> None:
     """Refuse over-subscription that has no effect, before anything is trained."""
     engine, scheduler = recipe.engine, recipe.scheduler
@@ -161,7 +147,12 @@ def check_longest(
         limit: what `held` is, in words.
         source: the tasks that it plays. Default: those of `stage.tasks`.
     """
-    task, length = _longest_prompt(recipe, name, stage, chat, tools, source)
+    seed, num = stage.task_seed(recipe.seed, name), stage.num_first_tasks
+    source = source or open_tasks(recipe, name, stage.tasks, seed=seed, split=stage.played_split)
+    num = num if source.num_tasks is None else min(num, source.num_tasks)
+    tasks = [source.task(index) for index in range(num)]
+    lengths = prompt_lengths(stage, tasks, chat, tools)
+    length, task = max(lengths), tasks[lengths.index(max(lengths))].id
     response = stage.longest_response
     needed = length + response
     if needed > held:

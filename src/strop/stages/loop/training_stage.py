@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from strop.config import Config
-from strop.errors import UserError
+from strop.errors import ConfigError, UserError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, first_steps, problem_with, reached, switched
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, Trained
 from strop.rewards import SumReward
 from strop.rollout.player import SamplingConfig, Temperature
+from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.engines import (
     check_needs,
@@ -26,9 +28,6 @@ from strop.stages.loop.engines import (
 )
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
-
-if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
 
 
 def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "trainer.optimizer") -> None:
@@ -40,6 +39,15 @@ def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "
             f"{key}.{name} {verb} {warmup_updates}, but the stage has {num_updates} updates in all: nothing is left for the"
             f" cosine. Lower {name}, raise steps, or set schedule = 'constant'."
         )
+
+
+def checked_steps(context: StageContext, stage: CheckpointedKeys, steps: int) -> int:
+    """`steps`, if they are enough updates for the schedule of the stage. Raises `ConfigError` otherwise."""
+    try:
+        check_schedule(stage.trainer.optimizer, steps, key=f"stages.{context.name}.trainer.optimizer")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return steps
 
 
 class HeldOutConfig(Config):
