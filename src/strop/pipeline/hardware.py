@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -49,20 +50,9 @@ class Device(Config):
     bandwidth_tb_s: float = Field(gt=0, description="Bandwidth of its memory, in TB/s.")
 
 
-def _device(memory_gb: float, bfloat16: float, float32: float, bandwidth: float) -> Device:
-    return Device(memory_gb=memory_gb, bfloat16_tflops=bfloat16, float32_tflops=float32, bandwidth_tb_s=bandwidth)
-
-
-DEVICES = {  # from the vendors' data sheets
-    "A100": _device(80, 312, 19.5, 2.04),
-    "B200": _device(180, 2250, 75, 7.7),
-    "H100": _device(80, 989, 67, 3.35),
-    "H200": _device(141, 989, 67, 4.8),
-    "H800": _device(80, 989, 67, 3.35),
-    "L40S": _device(48, 362, 91.6, 0.86),
-    "MI300X": _device(192, 1307, 163, 5.3),
-    "MI355X": _device(288, 2500, 157, 8.0),
-    "RTX4090": _device(24, 165, 82.6, 1.01),
+DEVICES = {
+    name: Device(**keys)
+    for name, keys in tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")).items()
 }
 
 
