@@ -196,7 +196,7 @@ def told_of(each: Evaluated) -> str:
 
 def detected(metric: MetricComparison) -> str:
     """What the comparison could have seen, and where that is too much to show anything."""
-    smallest = metric.paired.detectable()
+    smallest = metric.paired.detectable
     if smallest is None:
         return f"{metric.metric}: all problems differ alike, so nothing tells what difference could have been seen"
     told = f"{smallest:.3f}" if metric.is_share else f"{smallest:.1f}"

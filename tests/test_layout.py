@@ -99,11 +99,11 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1383,  # 2000 with doctor and cs336
     "cs336": 1257,
-    "curation": 1649,  # 1600
-    "doctor": 1647,
+    "curation": 1615,  # 1600
+    "doctor": 1570,
     "engine": 6648,  # 6000
-    "evaluation": 1616,  # 1400
-    "pipeline": 1551,
+    "evaluation": 1603,  # 1400
+    "pipeline": 1541,
     "recipe": 1069,
     "reports": 3470,  # 3500
     "rewards": 3658,  # 2600
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 342  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_886  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 65_911  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 46_790  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 65_777  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -5,9 +5,8 @@ import pytest
 
 from strop.curation.config import curate, make_rule
 from strop.curation.outcomes import (
+    Agreement,
     AgreementRule,
-    ByOutcome,
-    DifficultyRule,
     Outcome,
     key_of,
     outcome_of,
@@ -47,7 +46,7 @@ def outcome(right, judged):
 
 
 def ruled(rule, outcomes, **keys):
-    return ByOutcome(rule=rule.model_construct(outcomes=Path(), **keys), outcomes=outcomes)
+    return Agreement(rule=rule.model_construct(outcomes=Path(), **keys), outcomes=outcomes)
 
 
 def is_right(scored):
@@ -94,27 +93,8 @@ def test_void_answers_speak_neither_for_a_label_nor_against_it(right, judged, ke
     assert ruled(AgreementRule, outcome(right, judged), **keys).judge(task("t")) == reason
 
 
-@pytest.mark.parametrize(
-    ("right", "judged", "reason"),
-    [
-        (8, 8, "too easy: 8 of 8"),
-        (7, 8, None),
-        (0, 8, None),  # hard is no reason to drop, unless one asks
-        (7, 7, None),  # one was void: "always" is not known
-    ],
-)
-def test_what_the_policy_solves_in_eight_of_eight_is_dropped(right, judged, reason):
-    said = ruled(DifficultyRule, outcome(right, judged)).judge(task("t"))
-    assert said is None if reason is None else said.startswith(reason)
-
-
-def test_what_is_too_hard_is_dropped_where_one_asks():
-    assert ruled(DifficultyRule, outcome(0, 8), min_right=1).judge(task("t")).startswith("too hard: 0 of 8")
-
-
-@pytest.mark.parametrize("rule", [AgreementRule, DifficultyRule])
-def test_a_task_that_was_not_played_is_dropped_as_such(rule):
-    assert ruled(rule, {}).judge(task("t")) == "no rollout of it was judged"
+def test_a_task_that_was_not_played_is_dropped_as_such():
+    assert ruled(AgreementRule, {}).judge(task("t")) == "no rollout of it was judged"
 
 
 def test_the_rules_of_a_file_read_outcomes_whose_rows_of_one_task_add_up(tmp_path):
@@ -126,9 +106,9 @@ def test_the_rules_of_a_file_read_outcomes_whose_rows_of_one_task_add_up(tmp_pat
             for name, right, judged in rows
         )
     )
-    rules = [make_rule(AgreementRule(outcomes=path)), make_rule(DifficultyRule(outcomes=path))]
+    rules = [make_rule(AgreementRule(outcomes=path))]
     verdicts = {verdict.task.id: verdict.rule for verdict in curate(map(task, "abc"), rules)}
-    assert verdicts == {"a": "", "b": "difficulty", "c": "agreement"}
+    assert verdicts == {"a": "", "b": "", "c": "agreement"}
     assert read_outcomes(path)["a", DIGEST].num_judged == 16
 
 
@@ -141,9 +121,9 @@ def test_tasks_of_two_sources_with_one_id_have_an_outcome_each(tmp_path):
             for each, num_right in ((easy, 8), (hard, 0))
         )
     )
-    rule = make_rule(DifficultyRule(outcomes=path, min_right=1))
-    assert rule.judge(easy).startswith("too easy: 8 of 8")
-    assert rule.judge(hard).startswith("too hard: 0 of 8")
+    rule = make_rule(AgreementRule(outcomes=path, num_rollouts=8))
+    assert rule.judge(easy) is None
+    assert rule.judge(hard).startswith("0 of 8 answers agree")
     other = Task(id="train.jsonl:1", question="another", answer="1", source="c")
     assert rule.judge(other) == "no rollout of it was judged"
 

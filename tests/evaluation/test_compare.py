@@ -64,9 +64,7 @@ def test_the_smallest_difference_that_would_be_found_follows_from_the_standard_e
     """100 problems, 10 better and 10 worse: variance 20 / 99, and z is 1.96 for the level and 0.84 for the power."""
     paired = paired_difference([0.0] * 10 + [1.0] * 10 + [0.0] * 80, [1.0] * 10 + [0.0] * 90, seed=0)
     assert paired.standard_error == pytest.approx((20 / 99 / 100) ** 0.5)  # 0.0449
-    assert paired.detectable() == pytest.approx((1.959964 + 0.841621) * (20 / 99 / 100) ** 0.5, rel=1e-6)
-    assert paired.detectable(power=0.5) == pytest.approx(1.959964 * (20 / 99 / 100) ** 0.5, rel=1e-6)
-    assert paired.detectable(level=0.9) < paired.detectable()
+    assert paired.detectable == pytest.approx((1.959964 + 0.841621) * (20 / 99 / 100) ** 0.5, rel=1e-6)
 
 
 def test_where_all_problems_differ_alike_a_share_has_a_bound_and_a_length_has_none():
@@ -74,8 +72,8 @@ def test_where_all_problems_differ_alike_a_share_has_a_bound_and_a_length_has_no
     assert none.standard_error == pytest.approx(((1 - 0.025**0.1) / 10) ** 0.5)  # as if so many could differ by 1
     assert paired_difference([0.0] * 10, [1.0] * 10, seed=0).standard_error == none.standard_error
     lengths = paired_difference([7.0] * 10, [9.0] * 10, seed=0, is_share=False)
-    assert (lengths.standard_error, lengths.detectable()) == (None, None)
-    assert paired_difference([7.0], [9.0], seed=0, is_share=False).detectable() is None  # one says nothing of others
+    assert (lengths.standard_error, lengths.detectable) == (None, None)
+    assert paired_difference([7.0], [9.0], seed=0, is_share=False).detectable is None  # one says nothing of others
 
 
 def test_only_shared_problems_count_and_attempts_may_differ_in_number(tmp_path):
@@ -88,7 +86,7 @@ def test_only_shared_problems_count_and_attempts_may_differ_in_number(tmp_path):
     assert accuracy.paired.difference.mean == 0.75
     assert found.settings == {"k": (2, 1)}
     told = json.loads(json.dumps(found.as_json(), allow_nan=False))["metrics"]
-    assert [each["detectable"] for each in told] == [each.paired.detectable() for each in found.metrics]
+    assert [each["detectable"] for each in told] == [each.paired.detectable for each in found.metrics]
 
 
 def test_every_figure_that_both_have_is_compared(tmp_path):

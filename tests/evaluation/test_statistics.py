@@ -76,10 +76,10 @@ def test_interval_promises_no_certainty_when_all_tasks_agree():
 
 def test_interval_depends_on_the_seed_alone(monkeypatch):
     scores = [[task / 40] for task in range(40)]
-    whole = average_at_k(scores, seed=7, num_resamples=1000)
+    whole = average_at_k(scores, seed=7)
     monkeypatch.setattr(statistics, "_BLOCK", 40 * 30)  # the same draws in 34 blocks instead of one
-    assert average_at_k(scores, seed=7, num_resamples=1000) == whole
-    assert average_at_k(scores, seed=8, num_resamples=1000) != whole
+    assert average_at_k(scores, seed=7) == whole
+    assert average_at_k(scores, seed=8) != whole
 
 
 def test_no_tasks_and_tasks_without_attempts_are_errors():

@@ -200,7 +200,6 @@ def test_what_is_wrong_with_its_file_is_told_with_its_name_before_anything_begin
 @pytest.mark.parametrize(
     ("outcomes", "message"),
     [
-        ({"difficulty": "answers"}, "names the rule 'difficulty', but .*rules.toml has only integer_answer, decontamination"),
         (
             {"agreement": "mixed"},
             "names 'mixed', a stage of kind 'mix', which plays no set of tasks. Name one of kind 'filter'",

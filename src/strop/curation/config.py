@@ -13,7 +13,7 @@ from strop.config import Config, load_toml, validate, with_paths
 from strop.curation.answers import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer
 from strop.curation.decontamination import DecontaminationRule
 from strop.curation.duplicates import ExactDuplicatesRule, NearDuplicatesRule
-from strop.curation.outcomes import AgreementRule, DifficultyRule
+from strop.curation.outcomes import AgreementRule
 from strop.errors import did_you_mean
 from strop.tasks.rows import RowSource
 from strop.types import Task
@@ -25,7 +25,6 @@ RuleConfig: TypeAlias = Annotated[
     | SmallNumbers
     | DecontaminationRule
     | AgreementRule
-    | DifficultyRule
     | ExactDuplicatesRule
     | NearDuplicatesRule,
     Field(discriminator="kind"),

@@ -1,12 +1,11 @@
-"""Rules over the outcomes of a model's rollouts of a task.
+"""The outcomes of a model's rollouts of tasks, and the rule that a label must agree with some of them.
 
-rStar2-Agent (arXiv 2508.20722) keeps problems of OpenMathReasoning whose label agrees with at least 2 of 16 answers of a model
-(section 4.2); before its third stage it drops problems that the policy solves in 8 of 8 rollouts (section 4.3).
+rStar2-Agent (arXiv 2508.20722, section 4.2) keeps problems of OpenMathReasoning whose label agrees with at least 2 of 16
+answers of a model.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,42 +77,14 @@ def _outcome(row: Mapping[str, Any], place: str) -> Outcome:
     return Outcome(task_id=task_id, question_digest=digest, num_right=right, num_judged=judged)
 
 
-class OutcomeRule(RuleScope):
-    """A rule over the outcome of each task."""
-
-    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
-
-    @abstractmethod
-    def reason(self, outcome: Outcome) -> str | None:
-        """Return why a task with this outcome is dropped, or None."""
-
-    def opened(self) -> ByOutcome:
-        return ByOutcome(rule=self, outcomes=read_outcomes(self.outcomes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByOutcome:
-    """An outcome rule with the outcomes. Drops tasks without one."""
-
-    rule: OutcomeRule
-    outcomes: Mapping[TaskKey, Outcome]
-
-    @property
-    def name(self) -> str:
-        return self.rule.kind
-
-    def judge(self, task: Task) -> str | None:
-        outcome = self.outcomes.get(key_of(task))
-        return "no rollout of it was judged" if outcome is None else self.rule.reason(outcome)
-
-
-class AgreementRule(OutcomeRule):
+class AgreementRule(RuleScope):
     """Keeps problems whose label agrees with some of a model's answers; other labels are probably wrong.
 
     Rollouts that were not judged (void, or without a verdict) may be right: a task is dropped only if they cannot change that.
     """
 
     kind: Literal["agreement"] = "agreement"
+    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
     num_rollouts: int = Field(default=16, ge=1, le=10**9, description="Rollouts of each task; unjudged ones may be right.")
     min_right: int = Field(
         default=2, ge=1, le=10**9, description="Right rollouts that a task needs (rStar2-Agent section 4.2)."
@@ -128,30 +99,26 @@ class AgreementRule(OutcomeRule):
             )
         return self
 
-    def reason(self, outcome: Outcome) -> str | None:
-        num_missing = max(0, self.num_rollouts - outcome.num_judged)
-        if outcome.num_right + num_missing >= self.min_right:
+    def opened(self) -> Agreement:
+        return Agreement(rule=self, outcomes=read_outcomes(self.outcomes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """The rule with the outcomes. Drops tasks without one."""
+
+    rule: AgreementRule
+    outcomes: Mapping[TaskKey, Outcome]
+
+    @property
+    def name(self) -> str:
+        return self.rule.kind
+
+    def judge(self, task: Task) -> str | None:
+        if (outcome := self.outcomes.get(key_of(task))) is None:
+            return "no rollout of it was judged"
+        num_missing = max(0, self.rule.num_rollouts - outcome.num_judged)
+        if outcome.num_right + num_missing >= self.rule.min_right:
             return None
-        missing = f", {num_missing} were not judged" if num_missing else ""
-        return f"{outcome.num_right} of {outcome.num_judged} answers agree with the label, fewer than {self.min_right}{missing}"
-
-
-class DifficultyRule(OutcomeRule):
-    """Drops problems that the policy always solves, or solves fewer than `min_right` times.
-
-    A task with fewer than `num_rollouts` judged rollouts stays.
-    """
-
-    kind: Literal["difficulty"] = "difficulty"
-    num_rollouts: int = Field(
-        default=8, ge=1, le=10**9, description="Judged rollouts that the rule needs (rStar2-Agent section 4.3)."
-    )
-    min_right: int = Field(default=0, ge=0, le=10**9, description="Right rollouts below which a task is too hard.")
-
-    def reason(self, outcome: Outcome) -> str | None:
-        solved = f"{outcome.num_right} of {outcome.num_judged} rollouts solve it"
-        if outcome.num_judged < self.num_rollouts:
-            return None
-        if outcome.num_right == outcome.num_judged:
-            return f"too easy: {solved}"
-        return f"too hard: {solved}, fewer than {self.min_right}" if outcome.num_right < self.min_right else None
+        agree = f"{outcome.num_right} of {outcome.num_judged} answers agree with the label, fewer than {self.rule.min_right}"
+        return agree + (f", {num_missing} were not judged" if num_missing else "")

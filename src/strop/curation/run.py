@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from strop.curation.config import CurationConfig, Judged, Rules, make_rules
 from strop.curation.decontamination import DecontaminationRule
-from strop.curation.outcomes import OutcomeRule
+from strop.curation.outcomes import AgreementRule
 from strop.curation.results import (
     UNREADABLE,
     RuleTally,
@@ -260,7 +260,7 @@ def lineage(config: CurationConfig) -> dict[str, Any]:
     Raises:
         TaskError: a file does not exist.
     """
-    outcomes = {rule.kind: rule.outcomes for rule in config.rules if isinstance(rule, OutcomeRule)}
+    outcomes = {rule.kind: rule.outcomes for rule in config.rules if isinstance(rule, AgreementRule)}
     judged_by = {kind: _digest(path) for kind, path in outcomes.items()}
     named = [path for key, path in named_files(config).items() if not key.endswith(".outcomes")]
     files = {str(path): _digest(path) for path in sorted({each for path in named for each in _below(path)})}
@@ -281,7 +281,7 @@ def named_files(config: CurationConfig) -> dict[str, Path]:
         if isinstance(rule, DecontaminationRule):
             for number, source in enumerate(rule.against):
                 found |= _named_by(source, f"rules.{rule.kind}.against.{number}")
-        elif isinstance(rule, OutcomeRule):
+        elif isinstance(rule, AgreementRule):
             found[f"rules.{rule.kind}.outcomes"] = rule.outcomes
     return found
 

@@ -47,7 +47,7 @@ class MetricComparison:
     @property
     def detectable(self) -> float | None:
         """The smallest true difference found with probability 0.8; None if unknown, or if no possible one is found."""
-        found = self.paired.detectable()
+        found = self.paired.detectable
         return None if found is None or (self.is_share and found > 1) else found
 
 

@@ -14,6 +14,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+_LEVEL, _POWER = 0.95, 0.8  # coverage of intervals; chance to find a true difference
+_NUM_RESAMPLES = 10_000
 _BLOCK = 4_000_000  # draws in memory at once: 32 MB
 
 
@@ -26,18 +28,16 @@ class Estimate:
     high: float
 
 
-def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float = 0.95, num_resamples: int = 10_000) -> Estimate:
+def average_at_k(scores: Sequence[Sequence[float]], *, seed: int) -> Estimate:
     """Return avg@k (pass@1 in rStar2-Agent, section 5): the mean score of an attempt, with a bootstrap interval over tasks.
 
     Attempts at one task share its difficulty, so whole tasks are resampled, and the percentiles of the resampled means are the
     interval. Where all tasks have the same mean, all resamples agree; if that mean is a share, the interval then uses the exact
-    binomial bound on the share of tasks that differ, as if those were 0 or 1: 1 - ((1 - level) / 2) ** (1 / num_tasks).
+    binomial bound on the share of tasks that differ, as if those were 0 or 1: 1 - 0.025 ** (1 / num_tasks).
 
     Args:
         scores: per task, the score of each attempt; the numbers of attempts may differ.
         seed: of the resampling. The same seed gives the same interval.
-        level: the coverage of the interval.
-        num_resamples: the number of resampled sets of tasks.
 
     Raises:
         ValueError: there is no task, or a task has no attempt.
@@ -45,24 +45,19 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float =
     means = _task_means(scores)
     mean = float(means.mean())
     if np.all(means == means[0]) and 0 <= means[0] <= 1:
-        return bounded_share(mean, len(means), level=level)
-    low, high = bootstrap_interval([means], _mean, seed=seed, level=level, num_resamples=num_resamples)
+        return bounded_share(mean, len(means))
+    low, high = bootstrap_interval([means], _mean, seed=seed)
     return Estimate(mean=mean, low=low, high=high)
 
 
-def bounded_share(mean: float, num: int, *, level: float = 0.95) -> Estimate:
+def bounded_share(mean: float, num: int) -> Estimate:
     """Return the interval of a share that is the same for each of `num` tasks: up to `unseen_share` of others may differ."""
-    reach = unseen_share(num, level=level)
+    reach = unseen_share(num)
     return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
 
 
 def bootstrap_interval(
-    columns: Sequence[np.ndarray],
-    statistic: Callable[..., np.ndarray],
-    *,
-    seed: int,
-    level: float = 0.95,
-    num_resamples: int = 10_000,
+    columns: Sequence[np.ndarray], statistic: Callable[..., np.ndarray], *, seed: int
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval of `statistic(*columns, axis=-1)` over rows drawn with replacement."""
     if all(np.all(column == column[0]) for column in columns):  # also where there is one row, which SciPy refuses
@@ -75,9 +70,9 @@ def bootstrap_interval(
         statistic,
         paired=True,
         vectorized=True,
-        n_resamples=num_resamples,
+        n_resamples=_NUM_RESAMPLES,
         batch=max(1, _BLOCK // len(columns[0])),
-        confidence_level=level,
+        confidence_level=_LEVEL,
         method="percentile",
         rng=np.random.default_rng(seed),
     )
@@ -99,33 +94,25 @@ class PairedDifference:
     num_worse: int
     standard_error: float | None  # of the mean difference; None if unknown
 
-    def detectable(self, *, level: float = 0.95, power: float = 0.8) -> float | None:
-        """Return the smallest true difference that a comparison with this standard error finds with probability `power`.
+    @property
+    def detectable(self) -> float | None:
+        """The smallest true difference that a comparison with this standard error finds with probability 0.8.
 
-        This is (z of (1 + level) / 2 + z of power) times the standard error, from the normal distribution: 2.80 times for 0.95
-        and 0.8. Where few tasks differ it is a little more: of n tasks with 0 or 1 each, the exact test finds nothing below
-        6 / n.
+        This is 2.80 times the standard error, from the normal distribution. Where few tasks differ it is a little more: of n
+        tasks with 0 or 1 each, the exact test finds nothing below 6 / n.
         """
         if self.standard_error is None:
             return None
         normal = NormalDist()
-        return (normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)) * self.standard_error
+        return (normal.inv_cdf((1 + _LEVEL) / 2) + normal.inv_cdf(_POWER)) * self.standard_error
 
 
-def paired_difference(
-    first: Sequence[float],
-    second: Sequence[float],
-    *,
-    seed: int,
-    level: float = 0.95,
-    num_resamples: int = 10_000,
-    is_share: bool = True,
-) -> PairedDifference:
+def paired_difference(first: Sequence[float], second: Sequence[float], *, seed: int, is_share: bool = True) -> PairedDifference:
     """Compare two conditions task by task, which cancels the difficulty of each task.
 
     The interval is a bootstrap over tasks. The two-sided p-value is that of the permutation test that swaps the conditions
-    within tasks (with 0 or 1 for each task: the exact McNemar test). It tries all swaps if there are at most `num_resamples`,
-    else that many random ones, and is never 0.
+    within tasks (with 0 or 1 for each task: the exact McNemar test). It tries all swaps if there are at most 10 000, else
+    that many random ones, and is never 0.
 
     Args:
         first, second: the mean of each task, in the same order.
@@ -142,27 +129,27 @@ def paired_difference(
     differences = np.subtract(np.asarray(second, dtype=np.float64), np.asarray(first, dtype=np.float64))
     mean = float(differences.mean())
     if differences.min() < differences.max():
-        low, high = bootstrap_interval([differences], _mean, seed=seed, level=level, num_resamples=num_resamples)
+        low, high = bootstrap_interval([differences], _mean, seed=seed)
         standard_error: float | None = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     else:
-        reach = unseen_share(len(differences), level=level) if is_share else 0.0
+        reach = unseen_share(len(differences)) if is_share else 0.0
         low, high = mean - reach * (1 + mean), mean + reach * (1 - mean)
         standard_error = math.sqrt(reach / len(differences)) if is_share else None
     return PairedDifference(
         difference=Estimate(mean=mean, low=low, high=high),
-        p_value=_swap_test(differences[differences != 0], seed, num_resamples),
+        p_value=_swap_test(differences[differences != 0], seed),
         num_better=int((differences > 0).sum()),
         num_worse=int((differences < 0).sum()),
         standard_error=standard_error,
     )
 
 
-def unseen_share(num: int, *, level: float = 0.95) -> float:
+def unseen_share(num: int) -> float:
     """Return the exact binomial bound on the share of tasks that differ, where none of `num` does."""
-    return 1 - math.pow((1 - level) / 2, 1 / num)
+    return 1 - math.pow((1 - _LEVEL) / 2, 1 / num)
 
 
-def _swap_test(differences: np.ndarray, seed: int, num_resamples: int) -> float:
+def _swap_test(differences: np.ndarray, seed: int) -> float:
     """Return how often randomly swapped tasks have a sum as far from 0 as `differences`, none of which is 0."""
     if len(differences) < 2:
         return 1.0  # swapping one task or none leaves the distance from 0 as it is
@@ -174,7 +161,7 @@ def _swap_test(differences: np.ndarray, seed: int, num_resamples: int) -> float:
         permutation_type="samples",
         vectorized=True,
         alternative="greater",
-        n_resamples=num_resamples,
+        n_resamples=_NUM_RESAMPLES,
         batch=max(1, _BLOCK // len(differences)),
         rng=np.random.default_rng(seed),
     )

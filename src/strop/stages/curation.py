@@ -34,7 +34,7 @@ class Curation(Stage):
         """Keys of `kind = "curation"`."""
 
         recipe: str = Field(description="The curation file: sources and rules.")
-        outcomes: dict[Literal["agreement", "difficulty"], str] = Field(
+        outcomes: dict[Literal["agreement"], str] = Field(
             default={}, description="By rule, the stage whose rollouts it reads, instead of the rule's own `outcomes`."
         )
         jobs: int = Field(default=2, ge=1, description="Number of processes that judge.")

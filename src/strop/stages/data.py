@@ -39,7 +39,7 @@ def dropped_path(directory: StageDirectory) -> Path:
 
 
 def outcomes_path(directory: StageDirectory) -> Path:
-    """How often each task was solved. The rules `agreement` and `difficulty` of a curation read it."""
+    """How often each task was solved. The rule `agreement` of a curation reads it."""
     return directory.path / "data" / "outcomes.jsonl"
 
 
