@@ -33,7 +33,7 @@ from typing import Any
 from grader_forms import HELD_OUT, NEW, FormSet
 
 from strop.rewards import MathReward, Reward, SumReward, make_reward, math_text
-from strop.rewards.f1 import F1Part
+from strop.rewards.form import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import QuestionOnlyPart, R1ZeroPart
 from strop.rollout.prompt import AnswerForm

@@ -1,7 +1,7 @@
 import pytest
 from trajectories import called, trajectory, turn
 
-from strop.rewards.f1 import arpo_reward, token_f1
+from strop.rewards.form import arpo_reward, token_f1
 from strop.types import StopReason, ToolCall, ToolOutcome
 
 THINK = "<think>so</think>"

@@ -12,10 +12,10 @@ import pytest
 from strop.pipeline.sweep_file import load_sweep
 from strop.recipe.load import load_recipe
 from strop.rewards import CountdownReward, FunctionReward, MathReward, SumReward
-from strop.rewards.f1 import F1Part
-from strop.rewards.function import FunctionPart
+from strop.rewards.form import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import R1ZeroPart
+from strop.rewards.sum import FunctionPart
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "grader.py"

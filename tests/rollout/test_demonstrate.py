@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from toy_tokenizers import byte_tokenizer
 
-from strop.rewards.f1 import arpo_reward
+from strop.rewards.form import arpo_reward
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import demonstrate, in_form_of
 from strop.rollout.environment import RolloutLimits, ToolEnvironments

@@ -1,4 +1,4 @@
-"""The page of an analysis with its plots, and its files in the run directory: a page and a JSON file."""
+"""The files of an analysis: a JSON document, described in docs/analysis.md, and a page with its tables, findings and plots."""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """Marked rollouts -> figures: sums and counts, which add up over rollouts and steps; means are taken last.
 
 Entropies are in nats. Only sampled tokens count, each once: those that a branch shares with its parent count with the parent.
+
+The live curves of forking and reflection tokens (rStar2-Agent, arXiv 2508.20722, section 5.4) come from the same figures. The
+embedded engine reports the entropy of every token that it samples. For servers, which report none, the trainer scores them
+before the first update of the step.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from strop.cli.common import (
     run_until_stopped,
     sigterm_as_interrupt,
 )
-from strop.cli.cs336 import app as cs336_app
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
 from strop.cli.sandbox import app as sandbox_app
@@ -61,6 +60,7 @@ Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you c
 """,
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
+cs336_app = typer.Typer(no_args_is_help=True, help="Help with Stanford's CS336 assignment 5.")
 recipe_app = typer.Typer(no_args_is_help=True, help="Facts about recipe files.")
 app.add_typer(model_app, name="model")
 app.add_typer(recipe_app, name="recipe")
@@ -256,6 +256,26 @@ def import_model(
     from strop.stages.model import import_gguf
 
     typer.echo(import_gguf(source, directory))
+
+
+@cs336_app.command()
+def check(
+    module: Annotated[Path, typer.Argument(help="A Python file with your functions, or your tests/adapters.py.")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random inputs.")] = 0,
+) -> None:
+    """Compare your functions with strop's on random and on edge inputs, and name the first difference of each."""
+    from strop.cs336.check import check_module
+    from strop.reports.scales import Table
+    from strop.reports.terminal import print_table
+
+    found = check_module(module, seed=seed)
+    rows = tuple((each.name, str(each.num_cases), each.difference or "equal") for each in found)
+    print_table(Table(columns=("function", "inputs", "result"), rows=rows), wrapped=("result",))
+    different = [each for each in found if each.difference]
+    if different:
+        first = different[0]
+        raise UserError(f"{len(different)} of {len(found)} functions differ. {first.name}, {first.difference}.")
+    typer.echo(f"all {len(found)} functions are equal to strop's")
 
 
 class File(StrEnum):

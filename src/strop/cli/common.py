@@ -1,4 +1,4 @@
-"""Stops a command on Ctrl-C or SIGTERM in order, and says how far it had come."""
+"""What several commands share: options and the plan of a dry run, and how a signal stops a command in order."""
 
 from __future__ import annotations
 

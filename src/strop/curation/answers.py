@@ -1,4 +1,4 @@
-r"""Rules over a task's answer: what a verifier can judge reliably.
+"""The rules over a task's answer: what a verifier can judge reliably. Normal forms of texts, without layout and formula style.
 
 rStar2-Agent (arXiv 2508.20722, section 4.2) keeps only integer answers, because rule-based checks of other forms fail; it drops
 the huge numbers among Project Euler's answers.

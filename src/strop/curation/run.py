@@ -24,14 +24,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.curation.config import CurationConfig, Judged, Rules, make_rules
-from strop.curation.decontamination import DecontaminationRule
-from strop.curation.outcomes import AgreementRule
-from strop.curation.results import (
+from strop.curation.config import (
     UNREADABLE,
+    CurationConfig,
+    Judged,
+    Rules,
     RuleTally,
     Tally,
     left_out,
+    make_rules,
     part_path,
     read_parts,
     row_of,
@@ -39,6 +40,8 @@ from strop.curation.results import (
     write_page,
     write_part,
 )
+from strop.curation.decontamination import DecontaminationRule
+from strop.curation.outcomes import AgreementRule
 from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError, did_you_mean
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.columns import LIMITS, WHERE, BadRow, LeftOut

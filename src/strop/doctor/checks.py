@@ -1,4 +1,4 @@
-"""The shorter checks: chat template, loss mask, tool round trip, batch arithmetic and publication."""
+"""The shorter checks: chat template, prompts, loss mask, tool round trip, known answers, batch arithmetic and publication."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The two files of an evaluation: `result.json` with its metrics, `problems.jsonl` with the attempts at each problem.
 
-Comparisons and the leaderboard read both, for evaluations of strop and of other harnesses.
+Comparisons read both, for evaluations of strop and of other harnesses; the leaderboard ranks results below directories.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from strop.errors import TaskError
 from strop.rewards.base import extract_answer
-from strop.rewards.f1 import normalized, token_f1
+from strop.rewards.form import normalized, token_f1
 from strop.types import Task, Trajectory
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")

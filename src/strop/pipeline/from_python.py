@@ -1,4 +1,4 @@
-"""Trains from Python: a recipe, or its keys as arguments."""
+"""Trains from Python, by a recipe or by its keys as arguments, and evaluates a model directory with a recipe's evaluation."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from strop.rewards.base import Reward, RunService, judge_group, make_reward
 from strop.rewards.code import CodeReward
 from strop.rewards.countdown import CountdownReward
-from strop.rewards.function import FunctionReward, function_reward
 from strop.rewards.math import MathReward, MathVerifier, Verdict
-from strop.rewards.sum import SumReward
+from strop.rewards.sum import FunctionReward, SumReward, function_reward
 from strop.rollout.prompt import AnswerForm
 
 __all__ = [

@@ -66,7 +66,7 @@ class Part(Component):
         "code_format": "strop.rewards.form:CodeFormatPart",
         "language": "strop.rewards.language:LanguagePart",
         "code": "strop.rewards.code:CodePart",
-        "arpo": "strop.rewards.f1:F1Part",
+        "arpo": "strop.rewards.form:F1Part",
         "repetition": "strop.rewards.form:RepetitionPart",
         "soft_overlong": "strop.rewards.form:SoftOverlongPart",
         "cosine": "strop.rewards.form:CosinePart",
@@ -75,7 +75,7 @@ class Part(Component):
         "reasoning_steps": "strop.rewards.form:ReasoningStepsPart",
         "scorer": "strop.rewards.scorers:ScorerPart",
         "judge": "strop.rewards.judge:JudgePart",
-        "function": "strop.rewards.function:FunctionPart",
+        "function": "strop.rewards.sum:FunctionPart",
     }
 
     class Config(Component.Config):
@@ -166,7 +166,7 @@ class Reward(Component):
         "math": "strop.rewards.math:MathReward",
         "code": "strop.rewards.code:CodeReward",
         "countdown": "strop.rewards.countdown:CountdownReward",
-        "function": "strop.rewards.function:FunctionReward",
+        "function": "strop.rewards.sum:FunctionReward",
         "sum": "strop.rewards.sum:SumReward",
     }
     default_kind = "math"

@@ -1,4 +1,4 @@
-"""Models that score responses: in this process, in a vLLM server, or behind any address."""
+"""Models that score responses, in this process, in a vLLM server or behind any address, and the parts that ask them."""
 
 from __future__ import annotations
 

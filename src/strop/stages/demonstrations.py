@@ -1,4 +1,7 @@
-"""Conversations that a demonstrator plays in the real environment, and their order in training."""
+"""Conversations that a demonstrator plays in the real environment, their order in training, and which of them are right.
+
+With `only_right` a stage's reward judges demonstrations, so that only those that are right are imitated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""DPO: trains a policy on preference pairs, one update a step, and keeps the one that ranks held-out pairs best."""
+"""DPO: trains a policy on preference pairs, one update a step, and keeps the one that ranks held-out pairs best.
+
+The preferences of a stage, with its keys for them, are those that it learns from, batch by batch, and those that it is measured
+on; a reward model has the same.
+"""
 
 from __future__ import annotations
 

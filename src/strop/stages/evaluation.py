@@ -1,4 +1,4 @@
-"""Evaluation: held-out tasks, played like training's rollouts and judged by the same reward."""
+"""Evaluation: held-out tasks, played like training's rollouts and judged by the same reward, and the votes of their answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.rewards.base import Reward, RunService
-from strop.rewards.function import FunctionPart
-from strop.rewards.sum import SumReward
+from strop.rewards.sum import FunctionPart, SumReward
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks

@@ -1,4 +1,4 @@
-"""Where the weights come from: a directory or hub id that `transformers` loads, or a tiny model made here."""
+"""Where the weights come from: a directory or hub id that `transformers` loads, a GGUF file, or a tiny model made here."""
 
 from __future__ import annotations
 

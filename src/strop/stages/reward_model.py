@@ -1,4 +1,7 @@
-"""Trains a reward model on preferences, measures it on new prompts, and warns of rewards that do not fit it."""
+"""Trains a reward model on preferences, measures it on new prompts, and warns of rewards that do not fit it.
+
+The measure is how well scores separate good responses from bad ones, and how far they only follow length.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of sources of tasks: each position always holds the same task."""
+"""The base class of sources of tasks: each position always holds the same task. A mixture draws from several in turn."""
 
 from __future__ import annotations
 
