@@ -347,19 +347,6 @@ def test_a_rule_judges_the_sources_that_it_names(tmp_path, jobs):
     assert {row["rule"] for row in read(tmp_path / "out" / "dropped.jsonl")} == {"small_numbers"}
 
 
-def test_a_rule_for_a_source_that_no_row_names_says_that_it_judged_nothing(tmp_path, caplog):
-    write(tmp_path / "rows.jsonl", [row_of(task) for task in problems(3, seed=1, source="org/sums[train]")])
-    (tmp_path / "file.toml").write_text(
-        'name = "test"\n[[sources]]\nkind = "jsonl"\ndataset = "strop"\npath = "rows.jsonl"\n'
-        '[[rules]]\nkind = "integer_answer"\nsources = ["org/sums[train]", "org/sum"]\n'
-    )
-    run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
-    assert [record.getMessage() for record in caplog.records] == [
-        "sources of integer_answer has 'org/sum', but no row has this source, so the rule had no effect on it. Rows have:"
-        " org/sums[train]. Did you mean 'org/sums[train]'?"
-    ]
-
-
 def test_a_comparison_remembers_no_problem_of_other_sources(tmp_path):
     write_sources(tmp_path, 2, 2)
     for name in "ab":

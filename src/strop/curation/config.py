@@ -87,11 +87,8 @@ class CurationConfig(Config):
         """Return the source names of the problems that `rule` judges, or None for all."""
         if not rule.sources:
             return None
-        return frozenset[str]().union(*map(self.called, rule.sources))
-
-    def called(self, name: str) -> frozenset[str]:
-        """Return the source names of the problems that a rule calls `name`."""
-        return frozenset([name, *(source.source("train") for source in self.sources if _is_called(source, name))])
+        called = (source.source("train") for name in rule.sources for source in self.sources if _is_called(source, name))
+        return frozenset([*rule.sources, *called])
 
 
 def _is_called(source: RowSource, name: str) -> bool:

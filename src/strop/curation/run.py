@@ -42,7 +42,7 @@ from strop.curation.config import (
 )
 from strop.curation.decontamination import DecontaminationRule
 from strop.curation.outcomes import AgreementRule
-from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError, did_you_mean
+from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.columns import LIMITS, WHERE, BadRow, LeftOut
 from strop.tasks.files import keeping_commits, writing_rows
@@ -93,7 +93,6 @@ def run_curation(
     with keeping_commits(commits, tell=keep):
         _judge_all(config, rules, parts, jobs=jobs, progress=progress, commits=commits)
     tally = _compare_all(rules, parts, directory, progress)
-    _warn_of_unknown_sources(config, tally)
     tallies = tally.by_rule(_scopes(config, rules))
     summary = _summary(config, tally, tallies, made_of | ({"hub": commits} if commits else {}))
     write_page(directory / "report.html", config.name, summary, tallies, tally.samples())
@@ -227,18 +226,6 @@ def _scopes(config: CurationConfig, rules: Rules) -> dict[str, frozenset[str] | 
     limits = [key for key in LIMITS if any(getattr(source.config, key) is not None for source in config.sources)]
     scope_of: dict[str, frozenset[str] | None] = {rule.kind: config.scope(rule) for rule in config.rules}
     return dict.fromkeys([*first, *limits]) | {name: scope_of[name] for name in rules.names}
-
-
-def _warn_of_unknown_sources(config: CurationConfig, tally: Tally) -> None:
-    """Warn of sources that no row has: the name is misspelt, or the rows are not those that were meant."""
-    for rule in config.rules:
-        for name in rule.sources:
-            if config.called(name).isdisjoint(tally.verdicts):
-                known = ", ".join(sorted(tally.verdicts)[:8])
-                logger.warning(
-                    "sources of %s has %r, but no row has this source, so the rule had no effect on it. Rows have: %s.%s",
-                    *(rule.kind, name, known, did_you_mean(name, tally.verdicts)),
-                )
 
 
 def _summary(config: CurationConfig, tally: Tally, rules: list[RuleTally], made_of: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import numbers
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop import user_code
 from strop.errors import ConfigError, did_you_mean
@@ -249,6 +249,24 @@ class Reward(Component):
     def with_lengths(self, group: Group) -> Group:
         """Return `group` with the parts that compare its rollouts with each other."""
         return group
+
+
+class AnswerReward(Reward):
+    """Base of the rewards of one answer, whose parts are fixed."""
+
+    class Config(Reward.Config):
+        """Its parts; one without a weight is reported and does not count."""
+
+        parts: ClassVar[tuple[str, ...]]
+        weights: dict[str, Weight] = Field(
+            default={ACCURACY: 1.0},  # rStar2-Agent section 2.2.1: only the answer
+            description="Weights of the parts. A part without a weight is reported and does not count.",
+        )
+
+        @model_validator(mode="after")
+        def _check(self) -> Self:
+            check_weights(self.weights, self.parts)
+            return self
 
 
 def make_reward(reward: Reward, service: RunService | None = None) -> Reward:

@@ -6,20 +6,18 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from strop.config import Config
 from strop.errors import ConfigError, TaskError
 from strop.rewards.base import (
+    AnswerReward,
     Part,
     PositiveWeight,
-    Reward,
     RolloutPart,
     RunService,
-    Weight,
-    check_weights,
     final_text,
     has_called,
 )
@@ -155,24 +153,16 @@ class CodePart(RolloutPart):
         return float(report.is_passed) + (SHARE_WEIGHT * report.passed_share if mode == "weighted_sum" else 0.0)
 
 
-class CodeReward(Reward):
+class CodeReward(AnswerReward):
     """Parts: `accuracy` (all tests passed), `passed` (the share that did), `format` (a code block), `called` (a tool ran).
 
     If `passed` has no weight, the first failure ends the tests, and `passed` is the share that passed before it.
     """
 
-    class Config(Reward.Config, _Limits):
+    class Config(AnswerReward.Config, _Limits):
         """The answer is a program, judged by the tests of its task."""
 
-        weights: dict[str, Weight] = Field(
-            default={"accuracy": 1.0},
-            description="Weights of accuracy, passed, format and called; passed is a share, the others are 0 or 1.",
-        )
-
-        @model_validator(mode="after")
-        def _check(self) -> Self:
-            check_weights(self.weights, ("accuracy", "passed", "format", "called"))
-            return self
+        parts = ("accuracy", "passed", "format", "called")  # passed is a share, the others are 0 or 1
 
     config: Config
 

@@ -7,17 +7,14 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from strop.errors import TaskError
 from strop.rewards.base import (
     AnswerPart,
+    AnswerReward,
     Part,
-    Reward,
-    Weight,
-    check_weights,
     extract_answer,
     has_answer_format,
     has_called,
@@ -41,25 +38,18 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 }
 
 
-class CountdownReward(Reward):
+class CountdownReward(AnswerReward):
     """Parts, each 0 or 1: `accuracy` (an expression of exactly the task's numbers that equals its target), `valid` (one of
     exactly these numbers, whatever its value), `format` (one answer tag, one box), `called` (a tool ran).
 
     A truncated trajectory has no answer.
     """
 
-    class Config(Reward.Config):
+    class Config(AnswerReward.Config):
         """The answer is an expression of the task's numbers, judged by its value."""
 
-        weights: dict[str, Weight] = Field(
-            default={"accuracy": 1.0}, description="Weights of accuracy, valid, format and called; each part is 0 or 1."
-        )
+        parts = ("accuracy", "valid", "format", "called")
         needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")
-
-        @model_validator(mode="after")
-        def _check(self) -> Self:
-            check_weights(self.weights, ("accuracy", "valid", "format", "called"))
-            return self
 
     config: Config
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from strop.config import Config
 from strop.errors import MachineError
@@ -21,14 +21,12 @@ from strop.http import Gatherer
 from strop.rewards.base import (
     ACCURACY,
     AnswerPart,
+    AnswerReward,
     AnswerService,
     NotJudged,
     Part,
     PositiveWeight,
-    Reward,
     RunService,
-    Weight,
-    check_weights,
     extract_answer,
     final_text,
     has_answer_format,
@@ -292,24 +290,16 @@ class MathPart(AnswerPart):
         return (await self._verifier.verify(gold, answer, is_fused=judge == "fused")).is_correct
 
 
-class MathReward(Reward):
+class MathReward(AnswerReward):
     """Parts, each 0 or 1: `accuracy` (the answer equals the task's), `format` (one answer tag, one box), `called` (a tool ran).
 
     A truncated trajectory has no answer (rStar2-Agent, arXiv 2508.20722, section 4.3.1).
     """
 
-    class Config(Reward.Config, _Keys):
+    class Config(AnswerReward.Config, _Keys):
         """The answer is compared with the task's. A part without a weight is reported and does not count."""
 
-        weights: dict[str, Weight] = Field(
-            default={"accuracy": 1.0},  # rStar2-Agent section 2.2.1: only the answer
-            description="Weights of accuracy, format and called; each part is 0 or 1.",
-        )
-
-        @model_validator(mode="after")
-        def _check(self) -> Self:
-            check_weights(self.weights, ("accuracy", "format", "called"))
-            return self
+        parts = ("accuracy", "format", "called")
 
     config: Config
 

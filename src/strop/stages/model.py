@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -162,36 +163,9 @@ class ModelStage(Stage):
         return f"{path}: NOT FOUND, {estimated}. Make it first, name another, or, for a hub id, connect"
 
 
-def _grouped_query(parameters: int, layers: int, hidden: int, kv_heads: int) -> Model:
-    """A dense model with heads of 128 channels."""
-    return Model(
-        num_parameters=parameters,
-        num_active=parameters,
-        num_layers=layers,
-        hidden_size=hidden,
-        kv_values=2 * layers * kv_heads * 128,
-    )
-
-
-SIZES = {  # of the models that presets name, from their configurations
-    "Qwen/Qwen2.5-Math-1.5B": _grouped_query(1_543_714_304, 28, 1536, 2),
-    "Qwen/Qwen2.5-1.5B-Instruct": _grouped_query(1_543_714_304, 28, 1536, 2),
-    "Qwen/Qwen2.5-7B-Instruct": _grouped_query(7_615_616_512, 28, 3584, 4),
-    "Qwen/Qwen2.5-Math-7B": _grouped_query(7_615_616_512, 28, 3584, 4),
-    "Qwen/Qwen2.5-14B": _grouped_query(14_770_033_664, 48, 5120, 8),
-    "Qwen/Qwen2.5-32B": _grouped_query(32_763_876_352, 64, 5120, 8),
-    "Qwen/Qwen2.5-32B-Instruct": _grouped_query(32_763_876_352, 64, 5120, 8),
-    "Qwen/Qwen3-8B-Base": _grouped_query(8_190_735_360, 36, 4096, 8),
-    "Qwen/Qwen3-14B-Base": _grouped_query(14_768_307_200, 40, 5120, 8),
-    "meta-llama/Llama-3.1-8B": _grouped_query(8_030_261_248, 32, 4096, 8),
-    # Of 256 experts 8 and a shared one compute a token; a layer's latent KV has 512 and 64 values.
-    "deepseek-ai/DeepSeek-V3-Base": Model(
-        num_parameters=671_000_000_000,
-        num_active=37_000_000_000,
-        num_layers=61,
-        hidden_size=7168,
-        kv_values=61 * 576,
-    ),
+SIZES = {
+    name: Model(**sizes)
+    for name, sizes in tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8")).items()
 }
 
 
