@@ -97,22 +97,22 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "algorithms": 2053,
     "analysis": 1087,  # 900
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
-    "cli": 1371,  # 2000 with doctor and cs336
+    "cli": 1363,  # 2000 with doctor and cs336
     "cs336": 1257,
     "curation": 1596,  # 1600
     "doctor": 1570,
     "engine": 6648,  # 6000
-    "evaluation": 1603,  # 1400
+    "evaluation": 1604,  # 1400
     "pipeline": 1541,
     "recipe": 1069,
     "reports": 3470,  # 3500
-    "rewards": 3623,  # 2600
+    "rewards": 3620,  # 2600
     "rollout": 5141,
     "runs": 683,
     "sandbox": 11636,  # 10500
     "simulation": 918,  # 900
-    "stages": 6337,  # 3800
-    "tasks": 2893,  # 2200
+    "stages": 6338,  # 3800
+    "tasks": 2888,  # 2200
     "tools": 2518,  # 2000
     "training": 4993,  # 4500
 }
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 338  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_705  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 65_689  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 46_689  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 65_675  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

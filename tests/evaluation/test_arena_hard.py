@@ -13,11 +13,10 @@ from strop.errors import RunError, TaskError
 from strop.evaluation.arena_hard import (
     Answers,
     Judged,
+    Match,
     Question,
-    judge_answers,
     read_answers,
     read_questions,
-    result_of,
     win_rate,
 )
 from strop.evaluation.compare import compare
@@ -114,9 +113,14 @@ def likes(winner, verdict=">>"):
     return answer
 
 
+def match(service, **keys):
+    shared = {"benchmark": "arena-hard", "questions": QUESTIONS, "answers": OURS, "baseline": BASELINE}
+    return Match(**shared | {"config": judge_config(service)} | keys)
+
+
 def judged_by(answer, **keys):
     with serving(answer) as service:
-        found = asyncio.run(judge_answers(QUESTIONS, OURS, BASELINE, judge_config(service), **keys))
+        found = asyncio.run(match(service, **keys).judge())
     return found, service
 
 
@@ -158,8 +162,7 @@ def test_the_win_rate_is_of_summed_verdicts_and_its_interval_draws_questions():
 
 
 def result(found, service, **keys):
-    told = {"benchmark": "arena-hard", "num_questions": 3, "answers": OURS, "baseline": BASELINE} | keys
-    return result_of(found, config=judge_config(service), **told)
+    return match(service, **keys).result(found)
 
 
 def test_questions_without_both_verdicts_or_without_an_answer_are_left_out_and_counted():
@@ -171,7 +174,7 @@ def test_questions_without_both_verdicts_or_without_an_answer_are_left_out_and_c
 
     part = Answers(model="ours", texts={name: OURS.texts[name] for name in "ab"})
     with serving(answer) as service:
-        found = asyncio.run(judge_answers(QUESTIONS, part, BASELINE, judge_config(service)))
+        found = asyncio.run(match(service, answers=part).judge())
     figures, _ = result(found, service, answers=part)
     assert (figures["num_tasks"], figures["num_without_verdict"], figures["num_without_answer"]) == (1, 1, 1)
     assert figures["accuracy"] == 1.0
@@ -181,7 +184,7 @@ def test_questions_without_both_verdicts_or_without_an_answer_are_left_out_and_c
 def test_thoughts_are_not_shown_to_the_judge():
     thinking = Answers(model="ours", texts={"a": "<think>long</think>\nours, in short", "b": "<think>never ends"})
     with serving(likes("ours")) as service:
-        asyncio.run(judge_answers(QUESTIONS, thinking, BASELINE, judge_config(service), think_tag="think"))
+        asyncio.run(match(service, answers=thinking, think_tag="think").judge())
     texts = {text for asked in service.asked for text in shown(asked) if not text.startswith("theirs")}
     assert texts == {"ours, in short", ""}
 
@@ -189,7 +192,7 @@ def test_thoughts_are_not_shown_to_the_judge():
 def test_files_of_two_versions_of_the_benchmark_are_told_of():
     other = Answers(model="theirs", texts={"z": "?"})
     with serving(likes("ours")) as service, pytest.raises(TaskError, match="none of 3 questions is answered by both"):
-        asyncio.run(judge_answers(QUESTIONS, OURS, other, judge_config(service)))
+        asyncio.run(match(service, baseline=other).judge())
 
 
 def test_questions_of_one_category_are_read_alone_since_each_has_a_baseline_of_its_own(tmp_path):

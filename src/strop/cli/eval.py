@@ -167,16 +167,8 @@ def arena_hard(
     if not config.service.cache:
         cached = config.service.model_copy(update={"cache": str(place / "judgements")})
         config = config.model_copy(update={"service": cached})
-    judged = asyncio.run(arena.judge_answers(asked, ours, theirs, config, think_tag=think_tag))
-    found, problems = arena.result_of(
-        judged,
-        benchmark=benchmark,
-        answers=ours,
-        baseline=theirs,
-        config=config,
-        num_questions=len(asked),
-        think_tag=think_tag,
-    )
+    match = arena.Match(benchmark=benchmark, questions=asked, answers=ours, baseline=theirs, config=config, think_tag=think_tag)
+    found, problems = match.result(asyncio.run(match.judge()))
     refuse_to_replace(place / "eval", found)
     write_eval(place / "eval", found, problems)
     typer.echo(

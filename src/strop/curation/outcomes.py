@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from strop.curation.answers import RuleScope, question_digest
 from strop.errors import TaskError
-from strop.tasks.files import read_jsonl
+from strop.tasks.files import read_rows
 from strop.types import Group, ScoredTrajectory, Task
 
 _FORM = "A row holds task_id and question_digest (texts), num_right and num_judged (0 <= num_right <= num_judged)"
@@ -50,7 +50,7 @@ def outcome_of(group: Group, verdict: Callable[[ScoredTrajectory], bool | None])
 def read_outcomes(path: Path) -> dict[TaskKey, Outcome]:
     """Return the outcomes in a JSONL file; rows of one task add up. Raises `TaskError` for a bad row."""
     found: dict[TaskKey, Outcome] = {}
-    for place, row in read_jsonl(path):
+    for place, row in read_rows(path):
         outcome = _outcome(row, place)
         key = outcome.task_id, outcome.question_digest
         before = found.get(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,103 +94,104 @@ def with_room_to_answer(config: JudgeConfig) -> JudgeConfig:
     return config.model_copy(update={"service": config.service.model_copy(update=more)})
 
 
-async def judge_answers(
-    questions: Sequence[Question], answers: Answers, baseline: Answers, config: JudgeConfig, *, think_tag: str | None = None
-) -> list[Judged]:
-    """Return both verdicts on every question that model and baseline have answered.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The answers of a model against those of a baseline.
 
     Args:
+        benchmark: its name in tables.
         think_tag: the tag of thoughts in the model's answers. The judge sees only the final summary, as in DeepSeek-R1 (arXiv
             2501.12948), so that length does not count; without a summary it sees an empty answer.
-
-    Raises:
-        TaskError: no question is answered by both.
-        ServiceRefused: the judge failed, or gave no verdict on several questions in a row.
     """
-    both = [question for question in questions if question.id in answers.texts and question.id in baseline.texts]
-    if not both:
-        raise TaskError(
-            f"none of {len(questions)} questions is answered by both {answers.model!r} and {baseline.model!r}. Check that the"
-            " files belong to one version of the benchmark."
-        )
-    judge = ModelJudge(config if config.pair_prompt else config.model_copy(update={"pair_prompt": PROMPT}))
 
-    async def judged(question: Question) -> Judged:
-        ours, theirs = answers.texts[question.id], baseline.texts[question.id]
-        if think_tag is not None:
-            ours = final_summary(ours, think_tag=think_tag) or ""
-        first = await judge.compare_as_shown(question.prompt, theirs, ours)
-        second = await judge.compare_as_shown(question.prompt, ours, theirs)
-        return Judged(question=question, verdicts=(None if first is None else -first, second))
+    benchmark: str
+    questions: Sequence[Question]
+    answers: Answers
+    baseline: Answers
+    config: JudgeConfig
+    think_tag: str | None = None
 
-    try:
-        return list(await asyncio.gather(*map(judged, both)))
-    finally:
-        await judge.close()
+    async def judge(self) -> list[Judged]:
+        """Return both verdicts on every question that model and baseline have answered.
 
+        Raises:
+            TaskError: no question is answered by both.
+            ServiceRefused: the judge failed, or gave no verdict on several questions in a row.
+        """
+        ours, theirs, config = self.answers.texts, self.baseline.texts, self.config
+        both = [question for question in self.questions if question.id in ours and question.id in theirs]
+        if not both:
+            raise TaskError(
+                f"none of {len(self.questions)} questions is answered by both {self.answers.model!r} and"
+                f" {self.baseline.model!r}. Check that the files belong to one version of the benchmark."
+            )
+        judge = ModelJudge(config if config.pair_prompt else config.model_copy(update={"pair_prompt": PROMPT}))
 
-def result_of(
-    judged: Sequence[Judged],
-    *,
-    benchmark: str,
-    answers: Answers,
-    baseline: Answers,
-    config: JudgeConfig,
-    num_questions: int,
-    think_tag: str | None = None,
-    seed: int = 0,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the content of result.json and problems.jsonl: the win rate, in all and by category.
+        async def judged(question: Question) -> Judged:
+            mine, other = ours[question.id], theirs[question.id]
+            if self.think_tag is not None:
+                mine = final_summary(mine, think_tag=self.think_tag) or ""
+            first = await judge.compare_as_shown(question.prompt, other, mine)
+            second = await judge.compare_as_shown(question.prompt, mine, other)
+            return Judged(question=question, verdicts=(None if first is None else -first, second))
 
-    Questions without both verdicts are left out and counted.
+        try:
+            return list(await asyncio.gather(*map(judged, both)))
+        finally:
+            await judge.close()
 
-    Raises:
-        TaskError: no question has both verdicts.
-    """
-    whole = [each for each in judged if None not in each.verdicts]
-    if not whole:
-        raise TaskError(f"none of {len(judged)} questions has a verdict in both orders, so there is no win rate.")
-    rate = win_rate([each.wins for each in whole], seed=seed)
-    by_category = {
-        name: win_rate([each.wins for each in whole if each.question.category == name], seed=seed)
-        for name in dict.fromkeys(each.question.category for each in whole)
-    }
-    firsts, seconds = (dict(Counter(_VERDICTS[each.verdicts[at] or 0.0] for each in whole)) for at in (0, 1))
-    judge = config.service
-    figures = {
-        "harness": f"arena-hard, judged by {judge.model} against {baseline.model}",
-        "benchmark": benchmark,
-        "run": answers.model.replace("/", "__"),
-        "num_tasks": len(whole),
-        "num_without_verdict": len(judged) - len(whole),
-        "num_without_answer": num_questions - len(judged),
-        "k": 1,
-        "accuracy": rate.mean,
-        "accuracy_low": rate.low,
-        "accuracy_high": rate.high,
-        "by_category": {name: {"mean": each.mean, "low": each.low, "high": each.high} for name, each in by_category.items()},
-        "verdicts": {"baseline_first": firsts, "model_first": seconds},
-        "reward": {
-            "kind": "arena_hard",
-            "judge": {"model": judge.model, "temperature": judge.temperature, "max_tokens": judge.max_tokens},
-            "pair_prompt": config.pair_prompt or PROMPT,
-            "baseline": baseline.model,
-            "think_tag": think_tag,
-        },
-    }
-    problems = [
-        {
-            "id": each.question.id,
-            "question": each.question.prompt,
-            "answer": baseline.texts[each.question.id],
-            "correct": [each.wins[0] / each.wins[1]],
-            "verdicts": list(each.verdicts),
-            "parts": {},
-            "num_void": 0,
+    def result(self, judged: Sequence[Judged]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the content of result.json and problems.jsonl: the win rate, in all and by category.
+
+        Questions without both verdicts are left out and counted.
+
+        Raises:
+            TaskError: no question has both verdicts.
+        """
+        whole = [each for each in judged if None not in each.verdicts]
+        if not whole:
+            raise TaskError(f"none of {len(judged)} questions has a verdict in both orders, so there is no win rate.")
+        rate = win_rate([each.wins for each in whole], seed=0)
+        by_category = {
+            name: asdict(win_rate([each.wins for each in whole if each.question.category == name], seed=0))
+            for name in dict.fromkeys(each.question.category for each in whole)
         }
-        for each in whole
-    ]
-    return figures, problems
+        firsts, seconds = (dict(Counter(_VERDICTS[each.verdicts[at] or 0.0] for each in whole)) for at in (0, 1))
+        judge = self.config.service
+        figures = {
+            "harness": f"arena-hard, judged by {judge.model} against {self.baseline.model}",
+            "benchmark": self.benchmark,
+            "run": self.answers.model.replace("/", "__"),
+            "num_tasks": len(whole),
+            "num_without_verdict": len(judged) - len(whole),
+            "num_without_answer": len(self.questions) - len(judged),
+            "k": 1,
+            "accuracy": rate.mean,
+            "accuracy_low": rate.low,
+            "accuracy_high": rate.high,
+            "by_category": by_category,
+            "verdicts": {"baseline_first": firsts, "model_first": seconds},
+            "reward": {
+                "kind": "arena_hard",
+                "judge": judge.model_dump(include={"model", "temperature", "max_tokens"}),
+                "pair_prompt": self.config.pair_prompt or PROMPT,
+                "baseline": self.baseline.model,
+                "think_tag": self.think_tag,
+            },
+        }
+        problems = [
+            {
+                "id": each.question.id,
+                "question": each.question.prompt,
+                "answer": self.baseline.texts[each.question.id],
+                "correct": [each.wins[0] / each.wins[1]],
+                "verdicts": list(each.verdicts),
+                "parts": {},
+                "num_void": 0,
+            }
+            for each in whole
+        ]
+        return figures, problems
 
 
 def win_rate(wins: Sequence[tuple[float, float]], *, seed: int) -> Estimate:

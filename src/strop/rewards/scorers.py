@@ -95,8 +95,17 @@ class Scorer:
     A subclass gives `score_batch`. An error of a batch reaches all its callers.
     """
 
+    _directory: Path
+
     def __init__(self, *, max_batch: int) -> None:
         self._gatherer = Gatherer(self._answers, wait_s=_MAX_WAIT_S, most=max_batch)
+
+    @cached_property
+    def _format(self) -> ExchangeFormat:
+        """Of the directory that the config names."""
+        from strop.rewards.reward_model import ExchangeFormat
+
+        return ExchangeFormat(self._directory)
 
     async def score_batch(self, exchanges: Sequence[Exchange]) -> list[float | None]:
         """One finite number each, in order; None for one that the model refuses, such as an over-long one.
@@ -149,12 +158,6 @@ class EmbeddedScorer(Scorer):
             return _checked_scores(scores, num=len(exchanges), place=str(self._directory))
         finally:
             end_team()  # idle OpenMP threads would slow down the engine
-
-    @cached_property
-    def _format(self) -> ExchangeFormat:
-        from strop.rewards.reward_model import ExchangeFormat
-
-        return ExchangeFormat(self._directory)
 
     @cached_property
     def _model(self) -> PreTrainedModel:
@@ -210,7 +213,7 @@ class VllmScorer(HttpScorer):
 
     def __init__(self, config: VllmScorerConfig) -> None:
         super().__init__(config)
-        self._config = config
+        self._config, self._directory = config, Path(config.path)
 
     async def _ask(self, exchanges: Sequence[Exchange]) -> list[float]:
         """Raises `ModelError` if there is no tokenizer at `path`."""
@@ -234,12 +237,6 @@ class VllmScorer(HttpScorer):
             return _checked_scores(scores, num=len(exchanges), place=self._url)
 
         return await self._service.post("/pooling", asked, parse)
-
-    @cached_property
-    def _format(self) -> ExchangeFormat:
-        from strop.rewards.reward_model import ExchangeFormat
-
-        return ExchangeFormat(Path(self._config.path))
 
 
 def _checked_scores(scores: Any, *, num: int, place: str) -> list[float]:

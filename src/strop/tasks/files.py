@@ -78,11 +78,6 @@ def read_rows(path: Path) -> Rows:
     return _rows(find_rows(path))
 
 
-def read_jsonl(path: Path) -> Rows:
-    """One JSON object a line. Raises as `read_rows` does."""
-    return _rows(find_jsonl(path))
-
-
 def _rows(found: Found) -> Rows:
     for place, row in found:
         if isinstance(row, NoRow):

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from strop.errors import TaskError
 from strop.run_directory import shortened
-from strop.tasks.files import Rows, read_jsonl
+from strop.tasks.files import Rows, read_rows
 from strop.tasks.protocol import Split, TaskSource, check_wording
 from strop.types import Task, derive_seed
 
@@ -127,7 +127,7 @@ def read_facts(path: Path) -> list[Fact]:
         TaskError: there is no such file, or a line of it is wrong; the message names the line.
     """
     try:
-        return list(_facts_of(read_jsonl(path)))
+        return list(_facts_of(read_rows(path)))
     except TaskError as error:
         raise TaskError(
             f"{error} The corpus of tasks.path is a .jsonl whose lines have `text`, `subject`, `attribute` and `value`;"

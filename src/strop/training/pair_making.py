@@ -22,7 +22,7 @@ from strop.errors import TaskError
 from strop.rewards.base import final_summary
 from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.run_directory import write_text
-from strop.tasks.files import read_jsonl
+from strop.tasks.files import read_rows
 from strop.tasks.readers import Row
 from strop.training.preferences import JudgedOn, Pair
 
@@ -122,7 +122,7 @@ def read_candidates(path: Path) -> list[Candidates]:
     Raises:
         TaskError: the file is missing or empty, or a row is not of that form.
     """
-    found = [_candidates(row, place) for place, row in read_jsonl(path)]
+    found = [_candidates(row, place) for place, row in read_rows(path)]
     if not found:
         raise TaskError(f"{path}: it has no rows, so there is nothing to judge.")
     return found

@@ -73,16 +73,17 @@ class _EngineEvents(EngineObserver):
         self._context = context
 
     def engine_joined(self, name: str, *, replaces: str) -> None:
-        self._context.event("engine_joined", engine=name, replaces=replaces)
-        self._context.warn(f"{name} replaces {replaces}.")
+        self._show(f"{name} replaces {replaces}.", "engine_joined", engine=name, replaces=replaces)
 
     def engine_lost(self, name: str, *, reason: str) -> None:
-        self._context.event("engine_lost", engine=name, reason=reason)
-        self._context.warn(f"{name} is lost: {reason}")
+        self._show(f"{name} is lost: {reason}", "engine_lost", engine=name, reason=reason)
 
     def engine_not_replaced(self, name: str, *, reason: str) -> None:
-        self._context.event("engine_not_replaced", engine=name, reason=reason)
-        self._context.warn(f"{name} was not replaced: {reason}")
+        self._show(f"{name} was not replaced: {reason}", "engine_not_replaced", engine=name, reason=reason)
+
+    def _show(self, text: str, event: str, **facts: str) -> None:
+        self._context.event(event, **facts)
+        self._context.warn(text)
 
 
 def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[Tool]) -> None:
