@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from strop.errors import TaskError
 from strop.tasks.columns import LIMITS, WHERE, BadRow, Columns, LeftOut, judge, left_out, where_in_words
-from strop.tasks.files import Found, IndexedRows, RowFile, find_rows, read_hub
+from strop.tasks.files import Found, IndexedRows, RowFile, find_jsonl, find_rows, read_hub
 from strop.tasks.protocol import Split, TaskSource
 from strop.tasks.published import PUBLISHED, Published
 from strop.types import Task, derive_seed
@@ -97,12 +97,12 @@ class RowSource(TaskSource):
 
 
 class JsonlRows(RowSource):
-    """Rows of a file: one JSON object a line, or as its ending says."""
+    """Rows of a file, one JSON object a line."""
 
     class Config(Columns):
         """Files and columns."""
 
-        path: Path = Field(description="The file; of Parquet files also a directory.")
+        path: Path = Field(description="The file; for Parquet also a directory.")
         test_path: Path | None = Field(default=None, description="A file of test rows, which are not trained on.")
 
     config: Config
@@ -124,7 +124,7 @@ class JsonlRows(RowSource):
         return str(self._path(split))
 
     def find(self, split: Split) -> Found:
-        return find_rows(self._path(split))
+        return find_jsonl(self._path(split))
 
     def benchmark(self, split: Split) -> str:
         """The published data set, or the file with its folder."""
@@ -143,6 +143,9 @@ class JsonlRows(RowSource):
 
 class ParquetRows(JsonlRows):
     """Rows of a Parquet file, or of all files of a directory in the order of their names; needs the extra `data`."""
+
+    def find(self, split: Split) -> Found:
+        return find_rows(self._path(split))
 
 
 class HubRows(RowSource):
