@@ -111,7 +111,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "runs": 683,
     "sandbox": 11636,  # 10500
     "simulation": 918,  # 900
-    "stages": 6338,  # 3800
+    "stages": 6327,  # 3800
     "tasks": 2891,  # 2200
     "tools": 2518,  # 2000
     "training": 4993,  # 4500
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 338  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_691  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 65_678  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 46_686  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 65_667  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from scripted_runs import RECIPE, Watching, make_recipe, recipe_of, run_recipe
 from strop.errors import RunError, TaskError
-from strop.run_directory import LineWriter, RunDirectory, read_lines, write_json
+from strop.run_directory import LineWriter, RunDirectory, iter_lines, read_lines, write_json
 from strop.stages.context import StageContext
-from strop.stages.data import TASK, kept_path, rows_in, tasks_to_play
+from strop.stages.data import TASK, kept_path, tasks_to_play
 from strop.stages.demonstrations import batch_at
 from strop.stages.dpo import split_by_prompt
 from strop.tasks import RowTasks
@@ -24,20 +24,20 @@ def test_rows_are_read_by_number_and_a_line_that_a_kill_cut_short_is_left_out(tm
     path = tmp_path / "rows.jsonl"
     rows = [{"n": 0}, {"text": "я" * 9}, {"n": 2}]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '{"n": 3')
-    with RowFile(rows_in(path)) as file:
+    with RowFile(iter_lines(path)) as file:
         assert [file[number] for number in (2, 0, 1)] == [rows[2], rows[0], rows[1]]
         assert list(file) == rows == read_lines(path)
         for number in (3, -1):
             with pytest.raises(IndexError):
                 file[number]
-    assert path.write_text("") == len(RowFile(rows_in(path)))
+    assert path.write_text("") == len(RowFile(iter_lines(path)))
 
 
 def test_a_row_that_is_no_json_is_named_with_its_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"n": 0}\n{"n": \n{"n": 2}\n')
     with pytest.raises(RunError, match=r"rows\.jsonl:2: not valid JSON"):
-        RowFile(rows_in(path))
+        RowFile(iter_lines(path))
 
 
 def test_the_order_of_an_epoch_is_that_of_a_list_that_is_shuffled():

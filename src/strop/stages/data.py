@@ -16,7 +16,7 @@ from strop.recipe.stage import PlayedKeys
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import Calls
-from strop.run_directory import RunDirectory, StageDirectory, is_whole_line, parse_line
+from strop.run_directory import RunDirectory, StageDirectory, iter_lines
 from strop.stages.context import StageContext, product_of
 from strop.tasks import RowTasks, TaskSource, make_tasks
 from strop.tasks.files import RowFile
@@ -43,22 +43,9 @@ def outcomes_path(directory: StageDirectory) -> Path:
     return directory.path / "data" / "outcomes.jsonl"
 
 
-def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's .jsonl, without a last line that a kill cut short. A row that is no object is a `RunError`."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.isspace() and (line.endswith(b"\n") or is_whole_line(line)):
-                yield parse_line(line, f"{path}:{number}")
-
-
-def rows_of(run: RunDirectory, stage: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows that `stage` made. Raises `RunError` if it is not done, or its file is gone."""
-    yield from rows_in(product_of(run, stage))
-
-
 def _tasks_of(run: RunDirectory, stages: Sequence[str]) -> Iterator[Task]:
     for name in stages:
-        for number, row in enumerate(rows_of(run, name), start=1):
+        for number, row in enumerate(iter_lines(product_of(run, name)), start=1):
             try:
                 yield TASK.validate_python(row)
             except ValidationError as error:

@@ -29,9 +29,9 @@ from strop.rollout.demonstrate import demonstrate, in_form_of
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.player import Excluded, Judge, all_of
 from strop.rollout.prompt import load_prompt
-from strop.run_directory import StageDirectory, shortened
+from strop.run_directory import StageDirectory, iter_lines, shortened
 from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.data import TASK, TRAJECTORY, Row, conversation_maker, kept_path, open_tasks, rows_in
+from strop.stages.data import TASK, TRAJECTORY, Row, conversation_maker, kept_path, open_tasks
 from strop.stages.loop.engines import task_files
 from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator
 from strop.tasks.files import IndexedRows, writing_rows
@@ -199,8 +199,8 @@ async def judge_demonstrations(context: StageContext, stage: PlayedKeys, attempt
     path = _verdicts_path(context.directory)
     if not path.exists():
         await _write_verdicts(context, stage, attempts, path)
-    dropped = Counter(str(row["reason"]).partition(":")[0] for row in rows_in(path))
-    num, first = dropped.total(), next(rows_in(path), {})
+    dropped = Counter(str(row["reason"]).partition(":")[0] for row in iter_lines(path))
+    num, first = dropped.total(), next(iter_lines(path), {})
     num_kept = dropped.pop("", 0)
     context.event("demonstrations_judged", num_kept=num_kept, num_dropped=num - num_kept, dropped=dict(dropped))
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
@@ -215,7 +215,7 @@ async def judge_demonstrations(context: StageContext, stage: PlayedKeys, attempt
 
 def only_kept(directory: StageDirectory, items: Iterable[ItemT]) -> Iterator[ItemT]:
     """Yield those of `items`, one for each demonstration that was judged, whose demonstrations are kept."""
-    verdicts = rows_in(_verdicts_path(directory))
+    verdicts = iter_lines(_verdicts_path(directory))
     yield from (item for item, row in zip(items, verdicts, strict=True) if row["is_kept"])
 
 

@@ -13,8 +13,9 @@ from strop.errors import TaskError
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
-from strop.stages.context import StageContext
-from strop.stages.data import kept_path, rows_of
+from strop.run_directory import iter_lines
+from strop.stages.context import StageContext, product_of
+from strop.stages.data import kept_path
 from strop.tasks.files import RowFile, writing_rows
 
 
@@ -65,7 +66,7 @@ class Mix(Stage):
         def rows_of_all() -> Iterator[dict[str, Any]]:
             for name in self.config.data:
                 num_rows[name] = 0
-                for row in rows_of(context.run, name):
+                for row in iter_lines(product_of(context.run, name)):
                     num_rows[name] += 1
                     yield row
 

@@ -18,9 +18,10 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.reports.scales import counted
 from strop.rollout.chat_template import ChatFormat
+from strop.run_directory import iter_lines
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations
-from strop.stages.data import Row, rows_in
+from strop.stages.data import Row
 from strop.stages.demonstrations import (
     attempts_in,
     batch_at,
@@ -202,7 +203,7 @@ async def _conversations(context: StageContext, stage: SFT.Config, chat: ChatFor
 
 
 def _rows(paths: Sequence[Path]) -> Iterator[Row]:
-    return (row for path in paths for row in rows_in(path))
+    return (row for path in paths for row in iter_lines(path))
 
 
 async def _imitate(
