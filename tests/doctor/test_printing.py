@@ -21,7 +21,7 @@ def test_only_a_check_that_was_made_has_a_tick():
         Finding(check="tool round trip", detail="not made: the prompt tells of no tools", is_made=False),
         Finding(check="reward", detail="known answers are misjudged.", remedy="Mend it."),
     )
-    told = printed(Diagnosis(subject="a recipe", findings=findings, not_made=("publication",)))
+    told = printed(Diagnosis(subject="a recipe", findings=findings, not_made=("publication",), rollout=()))
     assert [line.rstrip().split(maxsplit=1) for line in told.splitlines() if line[2:3] in ("✓", "✗", "-")] == [
         ["✓", "loss mask        trains on what was sampled"],
         ["-", "tool round trip  not made: the prompt tells of no tools"],

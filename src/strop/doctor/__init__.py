@@ -7,7 +7,7 @@ from pathlib import Path
 
 from strop.doctor import checks
 from strop.doctor.cluster import examine_cluster
-from strop.doctor.examination import Examination, try_out
+from strop.doctor.examination import Examination, pieces, try_out
 from strop.doctor.finding import Diagnosis, Finding, NotMade, Problem, print_diagnosis
 from strop.doctor.logprobs import check_logprobs
 from strop.doctor.own_code import NUM_TASKS
@@ -86,7 +86,7 @@ async def examine_parts(parts: Parts, progress: Callable[[str], None] = lambda _
         progress(f"checking: {name}")
         findings.append(await _finding(name, check, examination))
     subject = f"{parts.recipe.name} on {parts.model}"
-    return Diagnosis(subject=subject, findings=tuple(findings))
+    return Diagnosis(subject=subject, findings=tuple(findings), rollout=pieces(examination))
 
 
 async def _finding(name: str, check: Check, examination: Examination) -> Finding:

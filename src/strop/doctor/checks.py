@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from strop.doctor.examination import CODE, PRINTED, Examination, Origin, batch_of, compare, origins, sample_rows
-from strop.doctor.finding import NotMade, Problem
+from strop.doctor.examination import CODE, PRINTED, Examination, batch_of, compare, origins, sample_rows
+from strop.doctor.finding import NotMade, Origin, Problem
 from strop.doctor.own_code import answered, trajectory_of
 from strop.errors import MachineError, ModelError, UserError, WeightsNotProven
 from strop.recipe.recipe import Recipe

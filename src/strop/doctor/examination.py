@@ -6,7 +6,6 @@ import asyncio
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 import transformers
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column, Decision, Selection
+from strop.doctor.finding import Origin, Piece
 from strop.doctor.parts import ROOM, Parts
 from strop.engine.protocol import CompletionRequest
 from strop.errors import MachineError, UserError
@@ -38,15 +38,6 @@ CODE, PRINTED = "print(6*7)", "42"
 _NUM_CONVERSATIONS = 2
 _NUM_PROBES = 16
 _PROBE_TOKENS = 24
-
-
-class Origin(StrEnum):
-    """Where a token of a rollout comes from."""
-
-    PROMPT = "prompt"
-    FORCED = "forced"  # put into the policy's mouth
-    SAMPLED = "sampled"
-    OBSERVATION = "observation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +181,20 @@ def origins(trajectory: Trajectory) -> list[Origin]:
         found += [Origin.FORCED if forced else Origin.SAMPLED for forced in turn.completion.is_forced]
         found += [Origin.OBSERVATION] * len(turn.observation_ids)
     return found
+
+
+def pieces(examination: Examination) -> tuple[Piece, ...]:
+    """The first conversation as text, cut where the origin of tokens, or their place in the packed mask, changes."""
+    trajectory = examination.conversations[0].trajectory
+    marks = list(zip(origins(trajectory), examination.batch.loss_mask[0].tolist(), strict=False))
+    ids, found, start = trajectory.ids, [], 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or marks[end] != marks[start]:
+            origin, is_trained = marks[start]
+            text = examination.parts.chat.decode(ids[start:end])
+            found.append(Piece(text=text, origin=origin, is_trained=is_trained))
+            start = end
+    return tuple(found)
 
 
 @torch.no_grad()

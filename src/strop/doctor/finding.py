@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Self
 
 from rich.console import Console
@@ -47,27 +48,62 @@ class Finding:
         return bool(self.remedy)
 
 
+class Origin(StrEnum):
+    """Where a token of a rollout comes from."""
+
+    PROMPT = "prompt"
+    FORCED = "forced"  # put into the policy's mouth
+    SAMPLED = "sampled"
+    OBSERVATION = "observation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Neighbouring tokens of one origin, all trained on or all not."""
+
+    text: str
+    origin: Origin
+    is_trained: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Every finding, and the checks that could not be made."""
+    """Every finding, the checks that could not be made, and one rollout as the loss sees it."""
 
     subject: str  # recipe and model, in words
     findings: tuple[Finding, ...]
     not_made: tuple[str, ...] = ()
+    rollout: tuple[Piece, ...] = ()  # empty when none could be played
 
     @property
     def problems(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.is_problem)
 
 
+_STYLES = {
+    Origin.PROMPT: "dim",
+    Origin.FORCED: "dim yellow",
+    Origin.OBSERVATION: "dim cyan",
+    Origin.SAMPLED: "dim red",  # sampled, and yet not trained on
+}
+_TRAINED, _WRONGLY_TRAINED = "bold green", "bold white on red"
+_LEFT_OUT = 700  # characters of a prompt from which on its middle is left out
+
+
 def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
-    """Print each finding with its mark, and the number of problems."""
+    """Without colours, the tokens that are trained on stand between ⟦ and ⟧."""
     console = Console(highlight=False) if console is None else console
     console.print()
     console.print(Text.assemble(("strop doctor", "bold"), f" · {diagnosis.subject}"))
     console.print()
     console.print(_table(diagnosis))
-    console.print()
+    if diagnosis.rollout:
+        has_colours = console.color_system is not None
+        console.print()
+        console.print(_legend(diagnosis.rollout, has_colours=has_colours))
+        console.print(Padding(_coloured(diagnosis.rollout, has_colours=has_colours), (1, 2)))
+    else:
+        console.print()
     num = len(diagnosis.problems)
     if num:
         console.print(Text(f"{counted(num, 'problem')} found.", style="bold red"))
@@ -90,3 +126,41 @@ def _table(diagnosis: Diagnosis) -> Padding:
         else:
             table.add_row(*(Text(each, style="dim") for each in ("-", finding.check, finding.detail)))
     return Padding(table, (0, 2))
+
+
+def _style(piece: Piece) -> str:
+    if not piece.is_trained:
+        return _STYLES[piece.origin]
+    return _TRAINED if piece.origin is Origin.SAMPLED else _WRONGLY_TRAINED
+
+
+def _legend(rollout: tuple[Piece, ...], *, has_colours: bool) -> Text:
+    """Only what occurs."""
+    legend = Text("  One rollout as the loss sees it   ")
+    words = {_TRAINED: "trained on", _WRONGLY_TRAINED: "trained on, but not sampled"}
+    words |= {style: str(origin) for origin, style in _STYLES.items() if origin is not Origin.SAMPLED}
+    words[_STYLES[Origin.SAMPLED]] = "sampled, but not trained on"
+    for style in dict.fromkeys([_TRAINED, *map(_style, rollout)]):
+        is_trained = style in (_TRAINED, _WRONGLY_TRAINED)
+        if has_colours:
+            legend.append(f"■ {words[style]}", style=style).append("  ")
+        elif is_trained:
+            legend.append("⟦trained on⟧  ")
+            break
+    return legend
+
+
+def _coloured(rollout: tuple[Piece, ...], *, has_colours: bool) -> Text:
+    text = Text()
+    for piece in rollout:
+        shown = _readable(piece.text)
+        if piece.origin is Origin.PROMPT and len(shown) > _LEFT_OUT:
+            half = _LEFT_OUT // 2
+            shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
+        text.append(f"⟦{shown}⟧" if piece.is_trained and not has_colours else shown, style=_style(piece))
+    return text
+
+
+def _readable(text: str) -> str:
+    """Line ends stay; other characters that a terminal would act on, or cannot show, become a dot."""
+    return "".join(letter if letter == "\n" or (letter.isprintable() and letter != "\ufffd") else "·" for letter in text)
