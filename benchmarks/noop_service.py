@@ -6,25 +6,36 @@ Prints its address, then serves until it is terminated. `sandbox_scale.py` start
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 
-from strop.errors import LinkBroken
-from strop.sandbox import CodeNode, SandboxConfig
+from strop.sandbox import CodeNode, IsolationLevel, RunRequest, RunResult, SandboxConfig, scripted_result
 from strop.sandbox.node_process import NodeProcess
-from strop.sandbox.scripted import ScriptedNode, scripted_result
 from strop.sandbox.server.config import ServeConfig
 from strop.sandbox.server.server import CodeServer, serve
-from strop.sandbox.supervisor.serve import serve_node
+from strop.sandbox.supervisor.serve import Served, serve_node
 
 _NUM_SLOTS = 4096
 
 
+class _Answering(Served):
+    """Answers each program at once."""
+
+    level = IsolationLevel.NAMESPACES
+    num_slots = _NUM_SLOTS
+
+    async def start(self) -> None:
+        """It is ready."""
+
+    async def run(self, request: RunRequest) -> RunResult:
+        return scripted_result("1\n")
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
 async def _be_supervisor(descriptor: int) -> None:
-    node = ScriptedNode(answer=lambda _: scripted_result("1\n"), num_slots=_NUM_SLOTS)
-    with contextlib.suppress(LinkBroken):
-        await serve_node(node, *await asyncio.open_connection(sock=socket.socket(fileno=descriptor)))
+    await serve_node(_Answering(), socket.socket(fileno=descriptor))
 
 
 async def _spawn(config: SandboxConfig, name: str) -> CodeNode:
@@ -34,7 +45,7 @@ async def _spawn(config: SandboxConfig, name: str) -> CodeNode:
         await asyncio.create_subprocess_exec(
             sys.executable, __file__, str(descriptor), pass_fds=[descriptor]
         )  # ends with its link
-    return await NodeProcess.connect(*await asyncio.open_connection(sock=ours), name)
+    return await NodeProcess.connect(ours, name)
 
 
 def _announce(server: CodeServer) -> None:

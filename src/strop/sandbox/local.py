@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from strop.deadline import clock_stopped
-from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, Overloaded, SessionLost, UserError
+from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.limits import is_readable, require_verifiable, run_refusal
+from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.protocol import (
     AnswerPair,
     CodeNode,
@@ -29,17 +30,13 @@ from strop.sandbox.protocol import (
     VerifyRequest,
     demand,
 )
-from strop.sandbox.spawn import Spawn, keep_alive, spawn_node
 
 _log = logging.getLogger(__name__)
-_ResultT = TypeVar("_ResultT")
 _ItemT = TypeVar("_ItemT")
 
-_MAX_WAIT_S = 1800.0  # for a slot
-_ANSWER_GRACE_S = 60.0  # after the limit of a call, until the supervisor is at fault
-_SESSION_S = 30.0  # to open, fork or close a session
 _LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
 _CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor is started again; doubles with each start that fails
 NUM_PAIRS = 32  # of answers in one call of the supervisor
 
 
@@ -90,17 +87,12 @@ class FairQueue(Generic[_ItemT]):
             del self._clients[client]
         return True
 
-    def firsts(self) -> list[_ItemT]:
-        """The oldest item of every client."""
-        return [next(iter(items)) for items in self._clients.values()]
-
 
 @dataclass(slots=True, eq=False)
 class _Turn:
     """A call that waits for a slot."""
 
     client: tuple[str, bool]
-    since: float
     granted: asyncio.Future[CodeNode]
 
 
@@ -150,7 +142,6 @@ class LocalSandbox(CodeService):
         self._spawn_node = spawn
         self._no_node_since = 0.0
         self._sessions: dict[str, _Session] = {}
-        self._due: dict[asyncio.Task[Any], float] = {}  # when the supervisor must have answered
         self._starting = asyncio.Lock()
         self._is_closed = False
         self._keepers: list[asyncio.Task[None]] = []
@@ -188,8 +179,7 @@ class LocalSandbox(CodeService):
             if self._level is None:
                 node = await self._spawn_node(self.config, self._name)
                 self._use(node)
-                keeping = keep_alive(node, self.config, spawn=self._spawn_node, use=self._use, lose=self._lose)
-                self._keepers = [asyncio.create_task(keeping), asyncio.create_task(self._check_forever())]
+                self._keepers = [asyncio.create_task(self._keep_alive(node)), asyncio.create_task(self._check_forever())]
 
     async def run(self, request: RunRequest, *, client: str = "") -> RunResult:
         demand("the argument of run()", request, RunRequest, hint=', as in run(RunRequest(code="print(1)"))')
@@ -241,14 +231,14 @@ class LocalSandbox(CodeService):
 
     async def fork_session(self, session: str) -> str:
         async with self._turn(session) as origin:
-            name = await self._in_time("fork a session", _SESSION_S, origin.node.fork_session(session))
+            name = await origin.node.fork_session(session)
             return self._add_session(name, origin.node, origin.limits)
 
     async def close_session(self, session: str) -> None:
         if (closed := self._sessions.pop(session, None)) is not None:
             closed.lost_for = closed.lost_for or "it was closed"  # for the cells that wait
             with suppress(NodeLost):  # the session is gone too
-                await self._in_time("close a session", _SESSION_S, closed.node.close_session(session))
+                await closed.node.close_session(session)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -272,12 +262,11 @@ class LocalSandbox(CodeService):
                 return await self._run_once(request, (client, False), begin, arrived_at, is_retry=failure is not None)
             except NodeGone:
                 continue  # it was not sent
-            except Overloaded as error:
-                if failure is not None:  # it may have run, so the caller must not send it again
-                    return RunResult.not_run(RunOutcome.INTERNAL, f"{failure}; then {error}", level=self.level)
-                if isinstance(error, NoNodes):
+            except NoNodes as error:
+                if failure is None:
                     raise
-                return RunResult.not_run(RunOutcome.OVERLOADED, str(error), level=self.level)
+                # It may have run, so the caller must not send it again.
+                return RunResult.not_run(RunOutcome.INTERNAL, f"{failure}; then {error}", level=self.level)
             except MachineError as error:
                 if failure is not None or self._is_closed:
                     return RunResult.not_run(RunOutcome.INTERNAL, str(error), level=self.level)
@@ -308,7 +297,7 @@ class LocalSandbox(CodeService):
                 self._require_alive(session)
             begin()
             queue_s = asyncio.get_running_loop().time() - arrived_at
-            result = await self._in_time("answer a call", request.wall_s + _ANSWER_GRACE_S, node.run(request))
+            result = await node.run(request)
         return replace(result, node=node.name, timings=replace(result.timings, queue_s=result.timings.queue_s + queue_s))
 
     async def _judge(
@@ -326,17 +315,16 @@ class LocalSandbox(CodeService):
             try:
                 node = await self._take_slot((client, False), is_first=num_failures > 0)
                 with self._releasing(node):
-                    async with asyncio.timeout(pair_wall_s * len(pairs) + _ANSWER_GRACE_S):
-                        async for position, verdict in node.verify(asked):
-                            del pairs[indices[position]]
-                            found.put_nowait((indices[position], verdict))
+                    async for position, verdict in node.verify(asked):
+                        del pairs[indices[position]]
+                        found.put_nowait((indices[position], verdict))
                 num_failures += bool(pairs)
             except NodeGone:
                 continue  # they were not sent
             except NoNodes as error:
                 found.put_nowait(error)
                 return
-            except (MachineError, TimeoutError, UserError):  # the last for pairs too large for a frame
+            except MachineError:
                 num_failures += 1
         for index in pairs:
             found.put_nowait((index, PairVerdict.INTERNAL))
@@ -348,15 +336,13 @@ class LocalSandbox(CodeService):
 
         Raises:
             NoNodes: there has been no supervisor for too long.
-            Overloaded: no slot became free for too long.
         """
         if self._is_closed:
             raise MachineError("the sandbox was closed")
         if not self.queue and self.node is not None and self.num_running < self.node.num_slots:
             self.num_running += 1
             return self.node
-        loop = asyncio.get_running_loop()
-        turn = _Turn(client, loop.time(), loop.create_future())
+        turn = _Turn(client, asyncio.get_running_loop().create_future())
         self.queue.push(client, turn, is_first=is_first)
         try:
             return await turn.granted
@@ -383,46 +369,35 @@ class LocalSandbox(CodeService):
         self.num_running -= 1
         self._grant_slots()
 
-    async def _in_time(self, what: str, limit_s: float, work: Awaitable[_ResultT]) -> _ResultT:
-        """Raise `MachineError` if the supervisor does not answer in time, as found every `_CHECK_S`."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._due[task] = asyncio.get_running_loop().time() + limit_s  # a timer of its own would cost a tenth of a call
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if task in self._due or task.uncancel():
-                raise
-            raise MachineError(f"the supervisor did not {what} within {limit_s:g} s") from None
-        finally:
-            self._due.pop(task, None)
-
     async def _check_forever(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_CHECK_S)
             self._grant_slots()
-            now = loop.time()
-            for task in [task for task, due in self._due.items() if now > due]:
-                del self._due[task]
-                task.cancel()
-            while late := [(turn, error) for turn in self.queue.firsts() if (error := self._lateness(turn, now))]:
-                for turn, error in late:
-                    self.queue.remove(turn.client, turn)
-                    _grant(turn, error)
+            now = asyncio.get_running_loop().time()
+            if self.node is None and now - self._no_node_since > self._no_node_s:
+                late = f"the sandbox has had no supervisor for {now - self._no_node_since:.0f} s"
+                while self.queue:
+                    _grant(self.queue.pop(), NoNodes(late))
             for session in list(self._sessions.values()):
                 if not session.turn.locked() and now > session.used_at + session.limits.lease_s + _LEASE_SLACK_S:
                     del self._sessions[session.name]
 
-    def _lateness(self, turn: _Turn, now: float) -> Overloaded | None:
-        """The error of a call that waited too long."""
-        if self.node is None and now - max(turn.since, self._no_node_since) > self._no_node_s:
-            return NoNodes(f"the sandbox has had no supervisor for {now - self._no_node_since:.0f} s")
-        if now - turn.since > _MAX_WAIT_S:
-            return Overloaded(f"the call waited {_MAX_WAIT_S:g} s for a slot")
-        return None
-
     # Supervisors
+
+    async def _keep_alive(self, node: CodeNode) -> None:
+        """Start the supervisor again each time that it is lost."""
+        while True:
+            self._lose(node, await node.wait_lost())
+            pause_s = _FIRST_PAUSE_S  # a start takes a second, so one that dies early needs no longer pause
+            while self.node is None:
+                await asyncio.sleep(pause_s)
+                try:
+                    node = await self._spawn_node(self.config, self._name)
+                except (MachineError, UserError, OSError) as error:
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    _log.error("the supervisor could not be started again, next try in %.1f s: %s", pause_s, error)
+                else:
+                    self._use(node)
 
     def _use(self, node: CodeNode) -> None:
         self.node, self._level = node, node.level
@@ -449,7 +424,7 @@ class LocalSandbox(CodeService):
     async def _open_session(self, limits: SessionLimits, client: str) -> str:
         node = await self._take_slot((client, True), is_first=True)
         with self._releasing(node):
-            name = await self._in_time("open a session", _SESSION_S, node.open_session(limits))
+            name = await node.open_session(limits)
             return self._add_session(name, node, limits)
 
     def _add_session(self, name: str, node: CodeNode, limits: SessionLimits) -> str:

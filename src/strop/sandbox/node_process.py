@@ -1,221 +1,210 @@
-"""The supervisor in its process, as a `CodeNode` of this process: its calls go over a socket pair."""
+"""Starts the supervisor in a process of its own, and calls it over a link."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
+import logging
+import os
+import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Self
 
-from strop.errors import LinkBroken, MachineError, NodeGone, NodeLost, SessionLost, StropError, UserError
-from strop.sandbox.link import (
-    Answer,
-    Call,
-    Cancel,
-    Channel,
-    CloseSession,
-    Failed,
-    Failure,
-    ForkSession,
-    Hello,
-    Judged,
-    JudgedAll,
-    LinkTiming,
-    Message,
-    OpenSession,
-    Ping,
-    Ran,
-    Run,
-    SessionIs,
-    Slots,
-    Verify,
-)
+from strop.errors import MachineError, NodeGone, NodeLost, UserError
+from strop.sandbox.config import SandboxConfig
+from strop.sandbox.link import HEARTBEAT_S, Link, LogLine, NodeStatus
 from strop.sandbox.protocol import (
     CodeNode,
+    IsolationLevel,
     PairVerdict,
-    RunOutcome,
     RunRequest,
     RunResult,
     SessionLimits,
     VerifyRequest,
 )
 
-_START_S = 120.0  # imports, fork servers and a self-test, on a machine that may be busy
+_log = logging.getLogger(__name__)
 
-_AnswerT = TypeVar("_AnswerT", Ran, SessionIs)
-_EXCEPTIONS: dict[Failure, type[StropError]] = {
-    Failure.NODE: NodeLost,
-    Failure.MACHINE: MachineError,
-    Failure.SESSION: SessionLost,
-    Failure.REQUEST: UserError,
-}
+_START_S = 120.0  # imports, fork servers and a self-test, on a machine that may be busy
+_SILENCE_S = 1.4  # without a message, after which the supervisor is lost; found within one more heartbeat, so within 1.8 s
+_END_S = 5.0  # for its programs to end; then the supervisor is killed
+# A supervisor needs no other variables, and cannot leak what it does not have.
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "STROP_LOG")
+
+Spawn = Callable[[SandboxConfig, str], Awaitable[CodeNode]]
+
+
+async def spawn_node(config: SandboxConfig, name: str) -> CodeNode:
+    """Return a supervisor that works. It ends with its link, so it never outlives this process.
+
+    Raises:
+        UserError: this machine cannot give what `config` asks for; the message comes from the supervisor.
+        MachineError: it did not start for another reason.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "strop.sandbox.supervisor.serve"),
+            *(str(theirs.fileno()), name, config.model_dump_json()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ},
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends its supervisor in order
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return await NodeProcess.connect(ours, name, process=process)
 
 
 class NodeProcess(CodeNode):
-    """A node in another process, at the other end of a link. When the link ends, every call in flight raises `NodeLost`."""
+    """The node at the other end of a link. When the link ends or falls silent, every call in flight raises `NodeLost`."""
 
-    def __init__(self, channel: Channel, hello: Hello, name: str, also_close: Callable[[], Awaitable[None]] | None) -> None:
+    level: IsolationLevel  # this and `num_slots` are known when `connect` returns
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process | None) -> None:
         self.name = name
-        self.level = hello.level
-        self.num_slots = hello.num_slots
-        self._channel = channel
-        self._also_close = also_close
-        self._last_call = 0
-        self._awaited: dict[int, asyncio.Future[Any]] = {}
-        self._judging: dict[int, asyncio.Queue[Judged | JudgedAll | Exception]] = {}
-        loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[str] = loop.create_future()
-        self._pump = loop.create_task(self._run_pump(), name="link to the supervisor")
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._numbers = itertools.count(1)
+        # By number: the future of the last answer, and what takes the answers before it.
+        self._calls: dict[int, tuple[asyncio.Future[Any], Callable[[Any], None]]] = {}
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(
-        cls,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        name: str,
-        *,
-        timing: LinkTiming | None = None,
-        also_close: Callable[[], Awaitable[None]] | None = None,
-    ) -> NodeProcess:
-        """Wait until the node is ready.
-
-        Args:
-            also_close: ends its process, after the link.
-
-        Raises:
-            LinkBroken: it ended, or was not ready in time. The connection is closed.
-        """
-        channel = Channel(reader, writer, timing or LinkTiming())
+    async def connect(cls, connection: socket.socket, name: str, *, process: asyncio.subprocess.Process | None = None) -> Self:
+        """Wait until the node is ready. `process` is ended after the link. Raises as `spawn_node`."""
+        node = cls(name, process)
         try:
-            hello = await channel.first(within_s=_START_S)
-            if not isinstance(hello, Hello):
-                raise LinkBroken(f"the first message was {hello.kind!r}, not 'hello'")
-        except BaseException:
-            channel.close()
+            node._link = await Link.open(connection, node._on_message, node._lose)
+            async with asyncio.timeout(_START_S):
+                await node._ready
+        except BaseException as error:
+            await node.close()
+            if isinstance(error, TimeoutError):
+                raise MachineError(f"the supervisor did not start within {_START_S:g} s") from error
             raise
-        return cls(channel, hello, name, also_close)
-
-    @property
-    def is_lost(self) -> bool:
-        return self._lost.done()
+        node._watching = node._loop.create_task(node._watch_silence(), name="silence of the supervisor")
+        return node
 
     async def run(self, request: RunRequest) -> RunResult:
-        call = self._next_call()
-        try:
-            return (await self._ask(Run(call=call, request=request), Ran)).result
-        except UserError as error:
-            return RunResult.not_run(RunOutcome.REJECTED, str(error), level=self.level)
+        result: RunResult = await self._ask("run", request)
+        return result
 
     async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
-        call = self._next_call()
-        self._send(Verify(call=call, request=request))
-        answers = self._judging[call] = asyncio.Queue()
-        is_open = True
+        verdicts: asyncio.Queue[tuple[int, PairVerdict] | None] = asyncio.Queue()
+        asking = self._loop.create_task(self._ask("verify", request, on_item=verdicts.put_nowait))
+        asking.add_done_callback(lambda _: verdicts.put_nowait(None))
         try:
-            while isinstance(answer := await answers.get(), Judged):
-                yield answer.index, answer.verdict
-            is_open = False
-            if isinstance(answer, Exception):
-                raise answer
+            while (judged := await verdicts.get()) is not None:
+                yield judged
+            await asking
         finally:
-            self._judging.pop(call, None)
-            if is_open:
-                self._channel.send(Cancel(call=call))
+            asking.cancel()
 
     async def open_session(self, limits: SessionLimits) -> str:
-        return (await self._ask(OpenSession(call=self._next_call(), limits=limits), SessionIs)).session
+        session: str = await self._ask("open_session", limits)
+        return session
 
     async def fork_session(self, session: str) -> str:
-        return (await self._ask(ForkSession(call=self._next_call(), session=session), SessionIs)).session
+        copy: str = await self._ask("fork_session", session)
+        return copy
 
     async def close_session(self, session: str) -> None:
-        if self.is_lost:
-            return  # and its sessions with it
-        with contextlib.suppress(NodeLost):
-            await self._ask(CloseSession(call=self._next_call(), session=session), SessionIs)
+        await self._ask("close_session", session)
 
     async def wait_lost(self) -> str:
         return await asyncio.shield(self._lost)
 
     async def close(self) -> None:
-        """Close the link; the node ends its programs then."""
+        """Hang up; the node ends its programs then, and its process."""
         self._lose("the link was closed")
-        self._channel.close()
-        self._pump.cancel()
-        await asyncio.wait({self._pump})
-        if self._also_close is not None:
-            await self._also_close()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._link is not None:
+            self._link.close()
+        if self._process is None:
+            return
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            _log.warning("the supervisor did not end by itself; killing it")
+            self._process.kill()
+            await self._process.wait()
 
-    def _next_call(self) -> int:
-        self._last_call += 1
-        return self._last_call
-
-    def _send(self, message: Call) -> None:
+    async def _ask(self, method: str, argument: object, *, on_item: Callable[[Any], None] = lambda item: None) -> Any:
         if self._lost.done():
             raise NodeGone(f"the supervisor is gone: {self._lost.result()}")
+        assert self._link is not None
+        number, answered = next(self._numbers), self._loop.create_future()
+        self._calls[number] = answered, on_item
+        self._link.send((number, method, argument))
         try:
-            self._channel.send(message)
-        except ValueError as error:
-            raise UserError(f"the request cannot be sent: {error}") from error
+            return await answered
+        finally:
+            if self._calls.pop(number, None) is not None:  # the caller left
+                self._link.send((number, "cancel", None))
 
-    async def _ask(self, message: Call, expected: type[_AnswerT]) -> _AnswerT:
-        self._send(message)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._awaited[message.call] = future
-        try:
-            answer = await future
-        except asyncio.CancelledError:
-            # After this, an answer with this number is dropped.
-            if self._awaited.pop(message.call, None) is not None:
-                self._channel.send(Cancel(call=message.call))
-            raise
-        if not isinstance(answer, expected):
-            self._channel.break_off(f"{message.kind!r} was answered with {answer.kind!r}")
-            raise NodeLost(f"the supervisor answered {message.kind!r} with {answer.kind!r}; its link was closed")
-        return answer
+    def _on_message(self, message: tuple[int, Any, bool]) -> None:
+        number, answer, is_last = message
+        if number == 0:
+            self._on_event(answer)
+        elif number in self._calls:  # else its caller left
+            answered, on_item = self._calls[number]
+            if not is_last:
+                on_item(answer)
+                return
+            del self._calls[number]
+            if isinstance(answer, Exception):
+                _fail(answered, answer)
+            elif not answered.done():
+                answered.set_result(answer)
 
-    async def _run_pump(self) -> None:
-        try:
-            await self._channel.pump(self._on_message)
-        except LinkBroken as error:
-            self._lose(str(error))
-        except asyncio.CancelledError:
-            self._lose("the link was closed")
-            raise
-
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case Ran() | SessionIs() | Failed() | JudgedAll() | Judged():
-                self._on_answer(message)
-            case Ping():
-                pass
-            case Slots(num_slots=num_slots):
-                self.num_slots = num_slots
+    def _on_event(self, event: object) -> None:
+        match event:
+            case NodeStatus():
+                self.level, self.num_slots = event.level, event.num_slots
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case LogLine():
+                _log.log(event.level, "supervisor: %s", event.text)
+            case UserError():
+                _fail(self._ready, event)
             case _:
-                raise LinkBroken(f"a node does not say {message.kind!r}")
-
-    def _on_answer(self, answer: Answer) -> None:
-        if (future := self._awaited.pop(answer.call, None)) is not None:
-            if future.done():
-                return  # its call was cancelled
-            if isinstance(answer, Failed):
-                future.set_exception(_EXCEPTIONS[answer.failure](answer.reason))
-            else:
-                future.set_result(answer)
-        elif (judging := self._judging.get(answer.call)) is not None:
-            if isinstance(answer, Ran | SessionIs):
-                raise LinkBroken(f"'verify' was answered with {answer.kind!r}")
-            judging.put_nowait(_EXCEPTIONS[answer.failure](answer.reason) if isinstance(answer, Failed) else answer)
-        elif not 0 < answer.call <= self._last_call:  # else its call was cancelled
-            raise LinkBroken(f"an answer came for call {answer.call}, which was never made")
+                _fail(self._ready, MachineError(f"the supervisor did not start: {event}"))
 
     def _lose(self, reason: str) -> None:
         if self._lost.done():
             return
         self._lost.set_result(reason)
-        awaited, self._awaited = self._awaited, {}
-        for future in awaited.values():
-            if not future.done():
-                future.set_exception(NodeLost(f"the supervisor was lost with the call in flight: {reason}"))
-        for judging in self._judging.values():
-            judging.put_nowait(NodeLost(f"the supervisor was lost while it compared answers: {reason}"))
+        _fail(self._ready, MachineError(f"the supervisor did not start: {reason}"))
+        calls, self._calls = self._calls, {}
+        for answered, _ in calls.values():
+            _fail(answered, NodeLost(f"the supervisor was lost with the call in flight: {reason}"))
+
+    async def _watch_silence(self) -> None:
+        """A process that is stopped does not hang up."""
+        assert self._link is not None
+        was_late, last_at = False, self._loop.time()
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = self._loop.time()
+            # If this process stood still, messages of the supervisor may be unread: decide at the next heartbeat.
+            is_late = now - last_at > 2 * HEARTBEAT_S
+            if now - self._link.heard_at > _SILENCE_S and (not is_late or was_late):
+                self._lose(f"it was silent for {now - self._link.heard_at:.1f} s")
+                self._link.abort()
+                return
+            was_late, last_at = is_late, now
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

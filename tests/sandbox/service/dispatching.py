@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from scripted_node import ScriptedNode
 from services import Supply, echo
 
 from strop.sandbox import LocalSandbox
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
-from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.server.config import DispatchConfig
 from strop.sandbox.server.dispatcher import Dispatcher
 

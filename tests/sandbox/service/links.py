@@ -6,22 +6,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
-from strop.errors import StropError
-from strop.sandbox.link import SUPERVISOR_TIMING, LinkTiming
+from strop.sandbox.link import Link, NodeStatus
 from strop.sandbox.node_process import NodeProcess
-from strop.sandbox.protocol import CodeNode
-from strop.sandbox.supervisor.serve import serve_node
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-FAST = LinkTiming(heartbeat_s=0.05, silence_s=0.2)
-
-
-async def stream_pair() -> tuple[
-    tuple[asyncio.StreamReader, asyncio.StreamWriter], tuple[asyncio.StreamReader, asyncio.StreamWriter]
-]:
-    left, right = socket.socketpair()
-    return await asyncio.open_connection(sock=left), await asyncio.open_connection(sock=right)
+from strop.sandbox.protocol import IsolationLevel
+from strop.sandbox.supervisor.serve import Served, serve_node
 
 
 async def until(condition: Callable[[], bool], *, limit_s: float = 2.0) -> None:
@@ -32,14 +22,28 @@ async def until(condition: Callable[[], bool], *, limit_s: float = 2.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def linked(node: CodeNode, *, timing: LinkTiming = SUPERVISOR_TIMING) -> AsyncIterator[NodeProcess]:
-    """`node`, as its parent sees it from the other end of a socket pair."""
-    ours, theirs = await stream_pair()
-    serving = asyncio.create_task(serve_node(node, *theirs, timing=timing))
-    remote = await NodeProcess.connect(*ours, node.name, timing=timing if timing is FAST else None)
+async def linked(node: Served) -> AsyncIterator[NodeProcess]:
+    """`node`, as a sandbox sees it from the other end of a socket pair."""
+    ours, theirs = socket.socketpair()
+    serving = asyncio.create_task(serve_node(node, theirs))
+    remote = await NodeProcess.connect(ours, "n")
     try:
         yield remote
     finally:
         await remote.close()
-        with contextlib.suppress(StropError, asyncio.CancelledError):
-            await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 5)
+
+
+@contextlib.asynccontextmanager
+async def peer_of_node_process() -> AsyncIterator[tuple[NodeProcess, Link, list[Any]]]:
+    """A node that says what the test sends, and the messages that it got."""
+    ours, theirs = socket.socketpair()
+    received: list[Any] = []
+    peer = await Link.open(theirs, received.append, lambda reason: None)
+    peer.send((0, NodeStatus(IsolationLevel.NAMESPACES, 9), False))
+    remote = await NodeProcess.connect(ours, "n")
+    try:
+        yield remote, peer, received
+    finally:
+        await remote.close()
+        peer.abort()

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+from scripted_node import ScriptedNode
 
 from strop.errors import MachineError
 from strop.sandbox import SandboxConfig
 from strop.sandbox.protocol import CodeNode, RunRequest
-from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.server.config import DispatchConfig, ServeConfig
 from strop.sandbox.server.server import CodeServer
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 import pytest
 from links import until
 from relay import Relay, relayed
+from scripted_node import ScriptedNode
 from services import Supply, dead, echo, scripted, serving
 
 from strop.deadline import deadline
@@ -18,7 +19,7 @@ from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, U
 from strop.sandbox.client import calls as client_calls
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
-from strop.sandbox.scripted import ScriptedNode, scripted_result
+from strop.sandbox.scripted import scripted_result
 from strop.sandbox.server.config import DispatchConfig
 
 TOKEN = "correct horse battery"

@@ -6,11 +6,11 @@ import asyncio
 
 from dispatching import dispatching, node
 from links import until
+from scripted_node import ScriptedNode
 from services import echo
 
 from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
-from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.server.config import DispatchConfig
 from strop.sandbox.server.dispatcher import Answer
 

@@ -46,4 +46,3 @@ def test_it_does_what_a_list_for_each_client_does(script: list[tuple[str, int, i
                 if not model[client]:
                     turns.remove(client)
         assert len(queue) == sum(map(len, model.values()))
-        assert queue.firsts() == [model[turn][0] for turn in turns]

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import socket
+import struct
 import threading
 from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from links import FAST, stream_pair
-from services import echo, scripted, serving
+from links import peer_of_node_process
+from services import scripted, serving
 
-from strop.errors import LinkBroken, NodeLost, StropError
+from strop.errors import MachineError, StropError
 from strop.sandbox.client.client import SandboxClient
-from strop.sandbox.link import Failed, Failure, FrameDecoder, Hello, Message, Ran, Run, decode, encode
-from strop.sandbox.node_process import NodeProcess
+from strop.sandbox.link import Link
 from strop.sandbox.protocol import RunRequest
-from strop.sandbox.scripted import ScriptedNode, scripted_result
+from strop.sandbox.scripted import scripted_result
 from strop.sandbox.server.config import DispatchConfig
 from strop.sandbox.server.ndjson import LineSplitter, RunLine, TooLong, Unreadable, read_run_line
-from strop.sandbox.supervisor.serve import serve_node
 
 slow_ok = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -33,16 +33,6 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=8,
 )
-kinds = st.sampled_from([get_args(get_type_hints(message)["kind"])[0] for message in get_args(Message)])
-nearly_messages = st.builds(
-    lambda kind, call, rest: json.dumps({"kind": kind, "call": call} | rest).encode(),
-    kinds,
-    st.integers(-1, 4) | json_values,
-    st.dictionaries(
-        st.sampled_from(["request", "result", "reason", "session", "index", "verdict", "num_slots"]), json_values, max_size=3
-    ),
-)
-frames = st.binary(max_size=60) | nearly_messages | st.sampled_from([b'{"kind":"ping"}', b'{"kind":"cancel","call":1}'])
 run_requests = st.builds(
     RunRequest,
     code=st.text(),
@@ -56,98 +46,25 @@ run_requests = st.builds(
 )
 
 
-def framed(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "big") + body
+# Messages between the supervisor and its sandbox
 
 
-# Frames between the supervisor and its parent
-
-
-@given(run_requests)
-def test_every_request_arrives_as_it_was_sent_or_is_refused_before(request: RunRequest) -> None:
-    message = Run(call=1, request=request)
-    try:
-        frame = encode(message)
-    except ValueError:
-        assert any(
-            0xD800 <= ord(character) < 0xE000
-            for text in (request.code, request.stdin, request.session, request.id)
-            for character in text
-        )
-        return
-    assert repr(decode(frame[4:])) == repr(message)  # repr: nan is not equal to itself
-
-
-@given(st.lists(st.binary(max_size=30), max_size=10), st.data())
-def test_frames_are_found_however_their_bytes_are_cut(bodies: list[bytes], data: st.DataObject) -> None:
-    wire = b"".join(map(framed, bodies))
+@given(st.lists(run_requests, max_size=6), st.data())
+def test_every_request_arrives_as_it_was_sent_however_its_bytes_are_cut(
+    requests: list[RunRequest], data: st.DataObject
+) -> None:
+    bodies = [pickle.dumps((number, "run", request)) for number, request in enumerate(requests, start=1)]
+    wire = b"".join(struct.pack("<I", len(body)) + body for body in bodies)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=12)))
-    decoder = FrameDecoder()
-    found = [
-        frame for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True) for frame in decoder.feed(wire[start:end])
-    ]
-    assert found == bodies
-    assert not decoder.is_mid_frame
+    received: list[Any] = []
 
-
-@given(frames)
-def test_a_frame_is_a_message_or_breaks_the_link(body: bytes) -> None:
-    try:
-        message = decode(body)
-    except LinkBroken:
-        return
-    assert decode(encode(message)[4:]) == message
-
-
-@slow_ok
-@given(st.lists(frames, max_size=6), st.binary(max_size=5))
-def test_a_front_that_sends_anything_ends_its_link_and_leaves_nothing_behind(bodies: list[bytes], tail: bytes) -> None:
     async def play() -> None:
-        node = ScriptedNode(answer=echo, num_slots=100)
-        (reader, writer), back = await stream_pair()
-        serving_ = asyncio.create_task(serve_node(node, *back, timing=FAST))
-        writer.write(b"".join(map(framed, bodies)) + tail)
-        writer.write_eof()
-        with pytest.raises(LinkBroken):
-            await asyncio.wait_for(serving_, 2)
-        assert node.num_in_flight == 0
-        assert node.cells == {}
-        writer.close()
-        assert reader
+        link = Link(received.append, lambda reason: None)
+        for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+            link.data_received(wire[start:end])
 
     asyncio.run(play())
-
-
-@slow_ok
-@given(st.lists(frames, max_size=6))
-def test_a_node_that_sends_anything_answers_no_call_with_what_is_no_answer_to_it(bodies: list[bytes]) -> None:
-    async def play() -> None:
-        front, (reader, writer) = await stream_pair()
-        writer.write(encode(Hello(level=scripted().level, num_slots=4)))
-        remote = await NodeProcess.connect(*front, "n", timing=FAST)
-        calls = [asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(3)]
-        await asyncio.sleep(0)
-        messages: list[Message] = []
-        for body in bodies:
-            try:
-                messages.append(decode(body))
-            except LinkBroken:
-                break
-        writer.write(b"".join(map(framed, bodies)))
-        writer.write_eof()
-        results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 2)
-        for number, result in enumerate(results, start=1):
-            own = [message for message in messages if isinstance(message, Ran | Failed) and message.call == number]
-            if isinstance(result, BaseException):
-                assert isinstance(result, NodeLost) or (own and isinstance(result, StropError))
-            else:
-                assert isinstance(own[0], Ran)
-                assert result == own[0].result
-        await remote.close()
-        writer.close()
-        assert reader
-
-    asyncio.run(play())
+    assert repr([request for _, _, request in received]) == repr(requests)  # repr: nan is not equal to itself
 
 
 @slow_ok
@@ -156,23 +73,18 @@ def test_answers_find_their_calls_in_any_order_though_some_were_given_up_and_som
     order: list[int], given_up: set[int], twice: set[int]
 ) -> None:
     async def play() -> None:
-        front, (reader, writer) = await stream_pair()
-        writer.write(encode(Hello(level=scripted().level, num_slots=9)))
-        remote = await NodeProcess.connect(*front, "n")
-        calls = {number: asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(1, 7)}
-        await asyncio.sleep(0)
-        for number in given_up:
-            calls[number].cancel()
-        await asyncio.sleep(0)
-        for number in [*order, *twice]:
-            writer.write(encode(Ran(call=number, result=scripted_result(f"answer {number}"))))
-        writer.write(encode(Failed(call=6, failure=Failure.MACHINE, reason="too late")))
-        for number in set(calls) - given_up:
-            assert (await asyncio.wait_for(calls[number], 1)).text == f"answer {number}"
-        assert not remote.is_lost
-        await remote.close()
-        writer.close()
-        assert reader
+        async with peer_of_node_process() as (remote, peer, received):
+            calls = {number: asyncio.create_task(remote.run(RunRequest(code=str(number)))) for number in range(1, 7)}
+            await asyncio.sleep(0)
+            for number in given_up:
+                calls[number].cancel()
+            await asyncio.sleep(0)
+            for number in [*order, *twice]:
+                peer.send((number, scripted_result(f"answer {number}"), True))
+            peer.send((6, MachineError("too late"), True))
+            for number in set(calls) - given_up:
+                assert (await asyncio.wait_for(calls[number], 1)).text == f"answer {number}"
+            assert {number for number, method, _ in received if method == "cancel"} == given_up
 
     asyncio.run(play())
 

@@ -12,17 +12,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from links import peer_of_node_process, until
 from services import scripted, serving
 from test_client import free_port
 
 from strop.errors import MachineError, UserError
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.config import SandboxConfig
+from strop.sandbox.link import LogLine
 from strop.sandbox.local import open_service
+from strop.sandbox.node_process import spawn_node
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest
 from strop.sandbox.server.config import ServeConfig
 from strop.sandbox.server.server import CodeServer
-from strop.sandbox.spawn import log_line, spawn_node
 
 TOKEN = "correct horse battery"
 ANY_LEVEL = SandboxConfig(min_level=IsolationLevel.PROCESS, max_running=2, fork_servers=1)
@@ -124,7 +126,7 @@ def test_a_supervisor_dies_with_the_process_that_started_it() -> None:
         "import asyncio\n"
         "from strop.sandbox.config import SandboxConfig\n"
         "from strop.sandbox.protocol import IsolationLevel\n"
-        "from strop.sandbox.spawn import spawn_node\n"
+        "from strop.sandbox.node_process import spawn_node\n"
         "async def main():\n"
         "    node = await spawn_node(SandboxConfig(min_level=IsolationLevel.PROCESS), 'n')\n"
         "    print('started', flush=True)\n"
@@ -145,24 +147,22 @@ def nodes_of(parent: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in parent.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command line any more
-            found += [child] if "strop.sandbox.supervisor" in child.cmdline() else []
+            found += [child] if "strop.sandbox.supervisor.serve" in child.cmdline() else []
     return found
 
 
-@pytest.mark.parametrize(
-    ("said", "level", "logged"),
-    [
-        ("WARNING programs run at level L1", logging.WARNING, "supervisor: programs run at level L1"),
-        ("INFO all is well", logging.INFO, "supervisor: all is well"),
-        ("Traceback (most recent call last):", logging.WARNING, "supervisor: Traceback (most recent call last):"),
-    ],
-)
-def test_a_line_of_the_supervisors_log_keeps_its_level_and_is_not_marked_twice(
-    caplog: pytest.LogCaptureFixture, said: str, level: int, logged: str
-) -> None:
+def test_a_line_of_the_supervisors_log_keeps_its_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="strop.sandbox")
-    log_line(said)
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(level, logged)]
+
+    async def play() -> None:
+        async with peer_of_node_process() as (_, peer, _):
+            for level in (logging.WARNING, logging.INFO):
+                peer.send((0, LogLine(level, "all is well"), False))
+            await until(lambda: len(caplog.records) == 2)
+
+    asyncio.run(play())
+    said = "supervisor: all is well"
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(30, said), (20, said)]
 
 
 def test_a_service_that_is_opened_without_its_token_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch) -> None:

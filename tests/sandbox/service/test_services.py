@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 from dispatching import pairs
 from links import until
+from scripted_node import ScriptedNode
 from services import scripted, serving
 from test_client import TOKEN, free_port
 from test_server import process
@@ -23,7 +24,6 @@ from strop.sandbox.client import calls as client_calls
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.local import open_service
 from strop.sandbox.protocol import PairVerdict, RunRequest, SessionLimits, VerifyRequest
-from strop.sandbox.scripted import ScriptedNode
 
 NUM_CALLS = 3000
 NUM_CELLS = 100

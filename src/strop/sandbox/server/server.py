@@ -14,11 +14,11 @@ from typing import Self
 from aiohttp import web
 
 from strop.sandbox.local import LocalSandbox
+from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.server.config import DispatchConfig, ServeConfig
 from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.http import HttpFront
 from strop.sandbox.server.listener import Listener
-from strop.sandbox.spawn import Spawn, spawn_node
 
 _log = logging.getLogger(__name__)
 

@@ -1,151 +1,130 @@
-"""The supervisor's end of the link: answers the calls of its parent with a `CodeNode`."""
+"""The process of the supervisor, which `node_process.spawn_node` starts: answers the calls of a link with a node."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import ctypes
 import logging
+import os
+import signal
+import socket
+import sys
+from typing import Protocol
 
-from strop.errors import LinkBroken, MachineError, NodeLost, SessionLost, UserError
-from strop.sandbox.link import (
-    SUPERVISOR_TIMING,
-    Answer,
-    Call,
-    Cancel,
-    Channel,
-    CloseSession,
-    Failed,
-    Failure,
-    ForkSession,
-    Hello,
-    Judged,
-    JudgedAll,
-    LinkTiming,
-    Message,
-    OpenSession,
-    Ping,
-    Ran,
-    Run,
-    SessionIs,
-    Slots,
-    Verify,
-)
-from strop.sandbox.protocol import CodeNode
+from strop.errors import MachineError, StropError
+from strop.sandbox.config import SandboxConfig
+from strop.sandbox.link import HEARTBEAT_S, Link, LogLine, NodeStatus
+from strop.sandbox.protocol import CodeService, IsolationLevel
+from strop.sandbox.supervisor.node import Node
 
 _NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that several leave in one write
 _GATHER_S = 0.003
 _SLOTS_S = 0.05  # how often the number of slots is looked at
+_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
 
-async def serve_node(
-    node: CodeNode, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, timing: LinkTiming = SUPERVISOR_TIMING
-) -> None:
-    """Answer the calls of the parent at the other end until it hangs up.
+class Served(CodeService, Protocol):
+    """What is called over a link, such as a `Node`."""
 
-    On every way out the link is closed, every call that came through it is cancelled, and its sessions are closed. The node
-    itself is not.
+    level: IsolationLevel
+    num_slots: int
 
-    Raises:
-        LinkBroken: the parent is gone, or sent an invalid message.
-    """
-    channel = Channel(reader, writer, timing)
+    async def start(self) -> None: ...
+
+
+async def serve_node(node: Served, connection: socket.socket, *, sends_log: bool = False) -> None:
+    """Start the node, answer calls until the other end hangs up, and close the node."""
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[str] = loop.create_future()
+    calls = _Calls(node)
+    link = calls.link = await Link.open(connection, calls.take, lost.set_result)
+    if sends_log:
+        logging.getLogger().addHandler(_LinkHandler(link))
     try:
-        channel.send(Hello(level=node.level, num_slots=node.num_slots))
-        await _NodeSide(node, channel).serve()
+        await node.start()
+        reporting = loop.create_task(calls.report_status())
+        await lost
+        reporting.cancel()
+    except Exception as error:  # noqa: BLE001 - the other end raises it
+        link.send((0, error if isinstance(error, StropError) else f"{type(error).__name__}: {error}", False))
     finally:
-        channel.close()
+        await calls.cancel()
+        await node.close()
+        link.close()
 
 
-class _NodeSide:
+class _Calls:
     """The calls of one link, as tasks by their number."""
 
-    def __init__(self, node: CodeNode, channel: Channel) -> None:
+    link: Link
+
+    def __init__(self, node: Served) -> None:
         self._node = node
-        self._channel = channel
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._sessions: set[str] = set()
 
-    async def serve(self) -> None:
-        announcing = asyncio.create_task(self._announce_slots())
-        try:
-            await self._channel.pump(self._on_message)
-        finally:
-            tasks = {announcing, *self._tasks.values()}
-            for task in tasks:
-                task.cancel()
+    def take(self, message: tuple[int, str, object]) -> None:
+        number, method, argument = message
+        if method != "cancel":
+            task = self._tasks[number] = asyncio.create_task(self._answer(number, method, argument))
+            task.add_done_callback(lambda _: self._tasks.pop(number))
+        elif number in self._tasks:
+            self._tasks[number].cancel()
+
+    async def cancel(self) -> None:
+        tasks = set(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
             await asyncio.wait(tasks)
-            for session in self._sessions:
-                with contextlib.suppress(MachineError):  # a node that is going down has closed it already
-                    await self._node.close_session(session)
 
-    async def _announce_slots(self) -> None:
-        announced = self._node.num_slots
+    async def report_status(self) -> None:
+        loop = asyncio.get_running_loop()
+        reported, reported_at = None, 0.0
         while True:
+            status = NodeStatus(self._node.level, self._node.num_slots)
+            if status != reported or loop.time() - reported_at >= HEARTBEAT_S - _SLOTS_S:
+                self.link.send((0, status, False))
+                reported, reported_at = status, loop.time()
             await asyncio.sleep(_SLOTS_S)
-            if self._node.num_slots != announced:
-                announced = self._node.num_slots
-                self._channel.send(Slots(num_slots=announced))
 
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case Run() | Verify() | OpenSession() | ForkSession() | CloseSession():
-                if message.call in self._tasks:
-                    raise LinkBroken(f"call {message.call} came twice")
-                self._tasks[message.call] = asyncio.create_task(self._answer(message))
-            case Cancel(call=call):
-                if task := self._tasks.get(call):
-                    task.cancel()
-            case Ping():
-                pass
-            case _:
-                raise LinkBroken(f"a parent does not send {message.kind!r}")
-
-    async def _answer(self, message: Call) -> None:
-        call = message.call
+    async def _answer(self, number: int, method: str, argument: object) -> None:
+        answer: object = None
         try:
-            answer = await self._do(message)
-        except SessionLost as error:
-            answer = self._failed(call, Failure.SESSION, str(error))
-        except NodeLost as error:
-            answer = self._failed(call, Failure.NODE, str(error))
-        except MachineError as error:
-            answer = self._failed(call, Failure.MACHINE, str(error))
-        except UserError as error:
-            answer = self._failed(call, Failure.REQUEST, str(error))
+            if method == "verify":
+                async for judged in self._node.verify(argument):  # type: ignore[arg-type]
+                    self.link.send((number, judged, False))
+            else:
+                answer = await getattr(self._node, method)(argument)
+        except StropError as error:
+            answer = error
         except Exception as error:  # noqa: BLE001 - every call needs an answer
             _log.exception("unexpected error in a call")
-            answer = self._failed(call, Failure.MACHINE, f"{type(error).__name__} in the supervisor: {error}")
-        finally:
-            self._tasks.pop(call, None)
-        try:
-            self._channel.send(answer, within_s=_GATHER_S if len(self._tasks) >= _NUM_BUSY else 0.0)
-        except ValueError as error:
-            self._channel.send(self._failed(call, Failure.MACHINE, f"the answer cannot be sent: {error}"))
+            answer = MachineError(f"{type(error).__name__} in the supervisor: {error}")
+        self.link.send((number, answer, True), within_s=_GATHER_S if len(self._tasks) > _NUM_BUSY else 0.0)
 
-    async def _do(self, message: Call) -> Answer:
-        call = message.call
-        match message:
-            case Run(request=request):
-                return Ran(call=call, result=await self._node.run(request))
-            case Verify(request=pairs):
-                async for index, verdict in self._node.verify(pairs):
-                    self._channel.send(Judged(call=call, index=index, verdict=verdict))
-                return JudgedAll(call=call)
-            case OpenSession(limits=limits):
-                session = await self._node.open_session(limits)
-                self._sessions.add(session)
-                return SessionIs(call=call, session=session)
-            case ForkSession(session=origin):
-                session = await self._node.fork_session(origin)
-                self._sessions.add(session)
-                return SessionIs(call=call, session=session)
-            case CloseSession(session=session):
-                self._sessions.discard(session)
-                await self._node.close_session(session)
-                return SessionIs(call=call, session=session)
 
-    @staticmethod
-    def _failed(call: int, failure: Failure, reason: str) -> Failed:
-        return Failed(call=call, failure=failure, reason=reason.encode("utf-8", "backslashreplace").decode()[:4096])
+class _LinkHandler(logging.Handler):
+    """Sends log lines to the other end, which logs them; from any thread."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._link.send, (0, LogLine(record.levelno, self.format(record)), False))
+
+
+async def _serve(descriptor: int, name: str, config: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # it ends with its link: the process that started it decides
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    node = Node(SandboxConfig.model_validate_json(config), name=name)
+    await serve_node(node, socket.socket(fileno=descriptor), sends_log=True)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    logging.getLogger().setLevel(logging.getLevelNamesMapping().get(os.environ.get("STROP_LOG", "").upper(), logging.WARNING))
+    asyncio.run(_serve(int(sys.argv[1]), sys.argv[2], sys.argv[3]))
