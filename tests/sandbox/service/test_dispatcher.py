@@ -14,9 +14,8 @@ from links import until
 from services import echo
 
 from strop.errors import MachineError, Overloaded, SessionLost
-from strop.sandbox.protocol import PairVerdict, RunOutcome, RunRequest, RunResult, SessionLimits, VerifyRequest
+from strop.sandbox.protocol import PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.server.config import DispatchConfig
-from strop.sandbox.server.dispatcher import Answer
 
 
 def test_every_call_is_answered_once_while_supervisors_die() -> None:
@@ -24,26 +23,20 @@ def test_every_call_is_answered_once_while_supervisors_die() -> None:
 
     async def play() -> None:
         draw = random.Random(5)
-        answers: dict[str, list[Answer]] = {}
         nodes = [node(f"n{number}", slots=draw.randint(20, 60), latency_s=0.01) for number in range(4)]
         async with dispatching(*nodes) as front:
             requests = [RunRequest(code=str(number), seed=number) for number in range(3000)]
-            for request in requests:
-                answers[request.code] = []
-                front.submit(request, answers[request.code].append, client=f"client {draw.randint(0, 4)}")
+            answers = [front.submit(request, client=f"client {draw.randint(0, 4)}") for request in requests]
             for one in nodes[:3]:
                 await until(lambda: len(one.requests) > 200)  # noqa: B023
                 one.die()
             await asyncio.wait_for(front.admission.wait_empty(), 20)
             num_retries = front.box.num_retries
-        results = [answers[request.code] for request in requests]
-        assert all(len(given) == 1 for given in results)
-        firsts = [given[0] for given in results]
-        internal = [one for one in firsts if isinstance(one, RunResult) and one.outcome is RunOutcome.INTERNAL]
+        results = [answer.result() for answer in answers]
+        internal = [result for result in results if result.outcome is RunOutcome.INTERNAL]
         assert len(internal) < 60  # those that lost two
         assert all(
-            one in internal or (isinstance(one, RunResult) and one.text == echo(request))
-            for one, request in zip(firsts, requests, strict=True)
+            result in internal or result.text == echo(request) for result, request in zip(results, requests, strict=True)
         )
         starts = Counter(request.code for one in nodes for request in one.requests)
         assert set(starts) == {request.code for request in requests}
@@ -61,11 +54,11 @@ def test_who_submits_a_call_is_told_once_when_a_node_takes_it() -> None:
         async with dispatching(node(slots=1, latency_s=60)) as front:
             for name, call_id in (("first", "a"), ("second", "b"), ("first again", "a"), ("second again", "b")):
                 request = RunRequest(code=call_id, id=call_id)
-                front.submit(request, lambda answer: None, on_start=partial(started.append, name))
+                front.submit(request, on_start=partial(started.append, name))
             await until(lambda: len(started) == 2)
             front.cancel("a")
             await until(lambda: len(started) > 2)
-            front.submit(RunRequest(code="x", wall_s=-1.0), lambda answer: None, on_start=pytest.fail)
+            front.submit(RunRequest(code="x", wall_s=-1.0), on_start=pytest.fail)
         assert started == ["first", "first again", "second", "second again"]
 
     asyncio.run(play())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from dispatching import dispatching, node
 from links import until
 from scripted_node import ScriptedNode
@@ -12,7 +13,6 @@ from services import echo
 from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
 from strop.sandbox.server.config import DispatchConfig
-from strop.sandbox.server.dispatcher import Answer
 
 
 def test_two_requests_with_one_id_are_one_call_also_later() -> None:
@@ -32,18 +32,21 @@ def test_two_requests_with_one_id_are_one_call_also_later() -> None:
     asyncio.run(play())
 
 
-def test_answers_are_kept_for_a_bounded_time_and_in_bounded_number() -> None:
+def test_answers_are_kept_for_a_bounded_time_and_in_bounded_size() -> None:
     async def play() -> None:
         one = node(slots=100)
-        async with dispatching(one, config=DispatchConfig(keep_s=0.3, max_kept=10, max_kept_bytes=6000)) as front:
+        async with dispatching(one, config=DispatchConfig(keep_s=0.3, max_kept_bytes=6000)) as front:
             for number in range(30):
                 await front.run(RunRequest(code=str(number), id=str(number)))
-            assert len(front.kept) == 10
+            assert len(front.kept) == 6000 // (512 + len("ran 10"))
             await front.run(RunRequest(code="x" * 4000, id="large"))
             assert front.kept.num_bytes <= 6000
-            await until(lambda: len(front.kept) == 0)
+            assert (await front.run(RunRequest(code="x" * 4000, id="large"))).text == f"ran {'x' * 4000}"
+            assert len(one.requests) == 31
+            await asyncio.sleep(0.3)
             await front.run(RunRequest(code="29", id="29"))
             assert one.requests[-1].code == "29"
+            assert len(front.kept) == 1  # the others are too old
 
     asyncio.run(play())
 
@@ -53,13 +56,10 @@ def test_a_call_with_an_id_outlives_a_lost_connection_for_its_client_to_come_bac
         one = ScriptedNode(answer=echo, max_latency_s=0.4)
         async with dispatching(one, config=DispatchConfig(linger_s=0.5)) as front:
             request = RunRequest(code="x", id="7")
-            answers: list[Answer] = []
-            leave = front.submit(request, answers.append, client="a")
-            assert leave is not None
-            leave(may_return=True)
+            front.submit(request, client="a").cancel()
             again = await front.run(request, client="a")
             assert again.text == "ran x"
-            assert (len(one.requests), one.num_cancelled, answers) == (1, 0, [])
+            assert (len(one.requests), one.num_cancelled) == (1, 0)
 
     asyncio.run(play())
 
@@ -69,10 +69,8 @@ def test_a_call_whose_client_does_not_come_back_is_cancelled() -> None:
         one = node(latency_s=60)
         async with dispatching(one, config=DispatchConfig(linger_s=0.2)) as front:
             for request in (RunRequest(code="x", id="7"), RunRequest(code="y")):
-                leave = front.submit(request, lambda answer: None)
-                assert leave is not None
-                leave(may_return=True)
-            await until(lambda: one.num_cancelled == 0 and one.num_in_flight == 1)  # the one without an id never started
+                front.submit(request).cancel()
+            await until(lambda: one.num_cancelled == 1 and one.num_in_flight == 1)  # the one without an id ends at once
             await until(lambda: one.num_in_flight == 0)
             assert front.admission.held.num == 0
 
@@ -83,16 +81,14 @@ def test_a_call_is_cancelled_by_its_id_by_its_own_client_alone() -> None:
     async def play() -> None:
         one = node(latency_s=60)
         async with dispatching(one) as front:
-            told: list[Answer] = []
-            front.submit(RunRequest(code="x", id="7"), told.append, client="a")
+            answer = front.submit(RunRequest(code="x", id="7"), client="a")
             await until(lambda: one.num_in_flight == 1)
             assert not front.cancel("7", client="b")
-            assert not told
+            assert not answer.done()
             assert front.cancel("7", client="a")
             await until(lambda: one.num_in_flight == 0)
             assert not front.cancel("7", client="a")
-            (end,) = told
-            assert isinstance(end, MachineError)
-            assert "cancelled by its id" in str(end)
+            with pytest.raises(MachineError, match="cancelled by its id"):
+                await answer
 
     asyncio.run(play())

@@ -99,7 +99,7 @@ class CachedAnswer:
 
 
 class IdempotencyCache:
-    """Answers by client and id. Limited in age, number and size; the oldest go first."""
+    """Answers by client and id. Limited in age and size; the oldest go first."""
 
     def __init__(self, config: DispatchConfig) -> None:
         self._config = config
@@ -110,20 +110,20 @@ class IdempotencyCache:
         return len(self._answers)
 
     def add(self, key: _Key, request: RunRequest, result: RunResult, *, now: float) -> None:
-        self._drop(key)
+        """Replace the answer of this key, and drop what is too old or too much."""
+        if key in self._answers:
+            self._drop(key)
         answer = self._answers[key] = CachedAnswer(hash(request), result, now + self._config.keep_s)
         self.num_bytes += answer.num_bytes
-        while self._answers and (len(self._answers) > self._config.max_kept or self.num_bytes > self._config.max_kept_bytes):
-            self._drop(next(iter(self._answers)))
+        while self._answers:
+            oldest, first = next(iter(self._answers.items()))
+            if first.expires_at >= now and self.num_bytes <= self._config.max_kept_bytes:
+                break
+            self._drop(oldest)
 
     def find(self, key: _Key, *, now: float) -> CachedAnswer | None:
         answer = self._answers.get(key)
         return answer if answer is not None and answer.expires_at >= now else None
 
-    def expire(self, *, now: float) -> None:
-        while self._answers and next(iter(self._answers.values())).expires_at < now:
-            self._drop(next(iter(self._answers)))
-
     def _drop(self, key: _Key) -> None:
-        if (answer := self._answers.pop(key, None)) is not None:
-            self.num_bytes -= answer.num_bytes
+        self.num_bytes -= self._answers.pop(key).num_bytes

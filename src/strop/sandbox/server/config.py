@@ -23,8 +23,7 @@ class DispatchConfig:
     no_node_s: float = 10.0  # that a call waits without a supervisor
     linger_s: float = 5.0  # that a call with an id outlives a lost connection
     keep_s: float = 120.0  # that the answer of a call with an id is cached
-    max_kept: int = 50_000  # cached answers
-    max_kept_bytes: int = 64 << 20
+    max_kept_bytes: int = 64 << 20  # of cached answers
 
 
 class ServeConfig(Config):

@@ -1,6 +1,6 @@
 """The calls of many clients, before the sandbox of this machine and without the network.
 
-    submit -> limits -> id -> admission -> the queue of the sandbox -> every listener, once
+    submit -> limits -> id -> admission -> the queue of the sandbox -> every request of the call, once
 
 The answers of calls that have an id are cached: a client that asks again after a lost connection gets the same answer.
 """
@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from strop.errors import MachineError, NoNodes, Overloaded, SessionLost, UserError
 from strop.sandbox.limits import require_verifiable, run_refusal, session_refusal
@@ -34,32 +34,23 @@ from strop.sandbox.server.metrics import Tally
 
 _log = logging.getLogger(__name__)
 
-_SWEEP_S = 0.5
 _CALL_BYTES = 1024  # memory of this process for a waiting call, beyond its texts
 
-Answer = RunResult | MachineError
-Listener = Callable[[Answer], None]
 OnStart = Callable[[], None]
-
-
-class Leave(Protocol):
-    """Stops listening for the answer of a call; no effect after the answer."""
-
-    def __call__(self, *, may_return: bool) -> None:
-        """`may_return`: the connection was lost, and the client may ask again if the call has an id."""
 
 
 class _Call:
     """One program, or one cell of a session, until its answer."""
 
-    def __init__(self, request: RunRequest, client: str, listener: Listener, on_start: OnStart) -> None:
+    def __init__(self, request: RunRequest, client: str) -> None:
         self.request = request
         self.client = client
         self.key = (client, request.id)
         self.num_bytes = _CALL_BYTES + len(request.code) + len(request.stdin)
-        self.listeners = [listener]
-        self.on_start = [on_start]  # called when the supervisor takes it
+        self.answers: list[asyncio.Future[RunResult]] = []  # of all requests that wait for it
+        self.on_start: list[OnStart] = []  # called when the supervisor takes it
         self.has_begun = False
+        self.leaving: asyncio.TimerHandle | None = None  # ends it, unless its client comes back before
         self.task: asyncio.Task[RunResult] | None = None
 
     def begin(self) -> None:
@@ -70,7 +61,7 @@ class _Call:
 
 
 class Dispatcher(CodeService):
-    """Admits calls, joins those of one id, and answers each listener once. Belongs to the running event loop.
+    """Admits calls, joins those of one id, and answers each request once. Belongs to the running event loop.
 
     A call that cannot be done is answered `overloaded` or `internal`; `run` raises only `SessionLost`, for a cell, `NoNodes`
     when there has been no supervisor for too long, and `MachineError` after `close`. `client` names the caller: clients take
@@ -88,11 +79,9 @@ class Dispatcher(CodeService):
         self.kept = IdempotencyCache(self.config)
         self._calls: set[_Call] = set()
         self._by_id: dict[tuple[str, str], _Call] = {}
-        self._abandoned: dict[_Call, float] = {}  # since when; oldest first
         self._refusal = ""  # why nothing is admitted any more
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-        self._sweeping = self._loop.create_task(self._sweep_forever())
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,72 +92,59 @@ class Dispatcher(CodeService):
         await self.close()
 
     async def run(self, request: RunRequest, *, client: str = "") -> RunResult:
-        answered: asyncio.Future[Answer] = self._loop.create_future()
+        return await self.submit(request, client=client)
 
-        def listen(answer: Answer) -> None:
-            if not answered.done():  # it was cancelled, and `leave` is called one turn of the loop later
-                answered.set_result(answer)
+    def submit(self, request: RunRequest, *, on_start: OnStart = lambda: None, client: str = "") -> asyncio.Future[RunResult]:
+        """Return the future answer. To leave, cancel it.
 
-        leave = self.submit(request, listen, client=client)
-        try:
-            answer = await answered
-        except asyncio.CancelledError:
-            if leave is not None:
-                leave(may_return=False)
-            raise
-        if isinstance(answer, MachineError):
-            raise answer
-        return answer
-
-    def submit(
-        self, request: RunRequest, listener: Listener, *, on_start: OnStart = lambda: None, client: str = ""
-    ) -> Leave | None:
-        """Call `listener` with the answer: once, and perhaps before this returns.
+        A call is cancelled when its last request leaves; one with an id `linger_s` later, unless its client asks again.
 
         Args:
-            on_start: called once, before `listener`, when the supervisor takes the call; not called if it never does.
-
-        Returns:
-            A function that stops listening, or None if the answer was known at once. The call is cancelled with its last
-            listener; a call with an id runs on for `linger_s` if that listener `may_return`.
+            on_start: called once, before the answer, when the supervisor takes the call; not called if it never does.
         """
+        answer: asyncio.Future[RunResult] = self._loop.create_future()
         if self._is_closed:
-            listener(MachineError("the code service was closed; a call came after that"))
-            return None
+            answer.set_exception(MachineError("the code service was closed; a call came after that"))
+            return answer
+        call: _Call | None = None
         refusal = run_refusal(request)
         if not refusal and request.id:
-            running, kept = self._by_id.get((client, request.id)), self.kept.find((client, request.id), now=self._loop.time())
-            if running is not None and running.request == request:
-                return self._rejoin(running, listener, on_start)
-            if running is None and kept is not None and kept.is_answer_to(request):
+            key = (client, request.id)
+            call, kept = self._by_id.get(key), self.kept.find(key, now=self._loop.time())
+            if call is None and kept is not None and kept.is_answer_to(request):
                 self.tally.num_rejoined += 1
-                listener(kept.result)
-                return None
-            if running is not None or kept is not None:
+                answer.set_result(kept.result)
+                return answer
+            if kept is not None or (call is not None and call.request != request):
                 refusal = f"the id {request.id!r} belongs to another call of this client"
         if refusal:
-            self._answer_at_once(listener, RunOutcome.REJECTED, refusal)
-            return None
-        call = _Call(request, client, listener, on_start)
-        if refusal := self.admission.admit(client, call.num_bytes):
-            self._answer_at_once(listener, RunOutcome.OVERLOADED, refusal)
-            return None
-        self._calls.add(call)
-        if request.id:
-            self._by_id[call.key] = call
-        call.task = self._loop.create_task(self.box.dispatch(request, client, call.begin))
-        call.task.add_done_callback(partial(self._on_end, call))
-        return partial(self._leave, call, listener)
+            return self._answer_at_once(answer, RunOutcome.REJECTED, refusal)
+        if call is None:
+            call = _Call(request, client)
+            if refusal := self.admission.admit(client, call.num_bytes):
+                return self._answer_at_once(answer, RunOutcome.OVERLOADED, refusal)
+            self._begin(call)
+        else:
+            self.tally.num_rejoined += 1
+            if call.leaving is not None:
+                call.leaving.cancel()
+        call.answers.append(answer)
+        answer.add_done_callback(partial(self._on_answer, call))
+        if call.has_begun:
+            on_start()
+        else:
+            call.on_start.append(on_start)
+        return answer
 
     def cancel(self, call_id: str, *, client: str = "") -> bool:
-        """End the call of this id with an error for every listener; False if there is none."""
+        """End the call of this id with an error for all its requests; False if there is none."""
         call = self._by_id.get((client, call_id))
         if call is None:
             return False
-        listeners = call.listeners
         self._withdraw(call)
-        for listener in listeners:
-            listener(MachineError(f"the call {call_id!r} was cancelled by its id"))
+        for answer in call.answers:
+            if not answer.done():
+                answer.set_exception(MachineError(f"the call {call_id!r} was cancelled by its id"))
         return True
 
     async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
@@ -219,7 +195,6 @@ class Dispatcher(CodeService):
     async def close(self) -> None:
         """Close the sandbox, which answers every call that is left."""
         self._is_closed = True
-        self._sweeping.cancel()
         await self.box.close()
         if self._calls:
             await asyncio.wait({call.task for call in self._calls if call.task is not None})
@@ -230,49 +205,36 @@ class Dispatcher(CodeService):
         if self._refusal:
             raise Overloaded(self._refusal)
 
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            now = self._loop.time()
-            while self._abandoned:
-                call, since = next(iter(self._abandoned.items()))
-                if now - since < self.config.linger_s:
-                    break
-                if call.request.session and call.has_begun:
-                    del self._abandoned[call]  # a cell that has begun is not stopped, because it cannot run again
-                else:
-                    self._withdraw(call)
-            self.kept.expire(now=now)
+    def _begin(self, call: _Call) -> None:
+        self._calls.add(call)
+        if call.request.id:
+            self._by_id[call.key] = call
+        call.task = self._loop.create_task(self.box.dispatch(call.request, call.client, call.begin))
+        call.task.add_done_callback(partial(self._on_end, call))
 
-    def _rejoin(self, call: _Call, listener: Listener, on_start: OnStart) -> Leave:
-        self.tally.num_rejoined += 1
-        self._abandoned.pop(call, None)
-        call.listeners.append(listener)
-        if call.has_begun:
-            on_start()
-        else:
-            call.on_start.append(on_start)
-        return partial(self._leave, call, listener)
-
-    def _leave(self, call: _Call, listener: Listener, *, may_return: bool) -> None:
-        if listener not in call.listeners:
-            return  # it has its answer
-        call.listeners.remove(listener)
-        if call.listeners:
+    def _on_answer(self, call: _Call, answer: asyncio.Future[RunResult]) -> None:
+        """A request of the call was answered, or has left."""
+        call.answers.remove(answer)
+        if call.answers or not answer.cancelled():
             return
-        if may_return and call.request.id and self.config.linger_s > 0:
-            self._abandoned[call] = self._loop.time()
+        if call.request.id:
+            call.leaving = self._loop.call_later(self.config.linger_s, self._give_up, call)
         else:
             self._withdraw(call)
 
+    def _give_up(self, call: _Call) -> None:
+        """Its client has not come back. A cell that has begun is not stopped, because it cannot run again."""
+        if not (call.request.session and call.has_begun):
+            self._withdraw(call)
+
     def _withdraw(self, call: _Call) -> None:
-        call.listeners = []
         self._forget(call)  # at once: the same id may come again before the supervisor has stopped the program
         assert call.task is not None
         call.task.cancel()
 
     def _forget(self, call: _Call) -> None:
-        self._abandoned.pop(call, None)
+        if call.leaving is not None:
+            call.leaving.cancel()
         if self._by_id.get(call.key) is call:
             del self._by_id[call.key]
 
@@ -283,16 +245,20 @@ class Dispatcher(CodeService):
         if task.cancelled():
             self.tally.num_cancelled += 1
             return
-        answer = self._answer_of(task)
-        if isinstance(answer, RunResult):
-            self.tally.add(answer)
-            if call.request.id and not answer.outcome.is_ours:
-                self.kept.add(call.key, call.request, answer, now=self._loop.time())
-        listeners, call.listeners = call.listeners, []
-        for listener in listeners:
-            listener(answer)
+        found = self._answer_of(task)
+        if isinstance(found, RunResult):
+            self.tally.add(found)
+            if call.request.id and not found.outcome.is_ours:
+                self.kept.add(call.key, call.request, found, now=self._loop.time())
+        for answer in call.answers:
+            if answer.done():  # its request leaves
+                continue
+            if isinstance(found, RunResult):
+                answer.set_result(found)
+            else:
+                answer.set_exception(found)
 
-    def _answer_of(self, task: asyncio.Task[RunResult]) -> Answer:
+    def _answer_of(self, task: asyncio.Task[RunResult]) -> RunResult | MachineError:
         error = task.exception()
         if error is None:
             return task.result()
@@ -303,10 +269,11 @@ class Dispatcher(CodeService):
             _log.error("unexpected error in a call", exc_info=error)
         return RunResult.not_run(RunOutcome.INTERNAL, str(error) or type(error).__name__, level=self.box.level)
 
-    def _answer_at_once(self, listener: Listener, outcome: RunOutcome, reason: str) -> None:
+    def _answer_at_once(self, answer: asyncio.Future[RunResult], outcome: RunOutcome, reason: str) -> asyncio.Future[RunResult]:
         result = RunResult.not_run(outcome, reason, level=self.box.level)
         self.tally.add(result)
-        listener(result)
+        answer.set_result(result)
+        return answer
 
 
 class _ClientRunner(CodeRunner):

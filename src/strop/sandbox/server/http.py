@@ -13,12 +13,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import TypeAdapter, ValidationError
 
-from strop.errors import MachineError, StropError, UserError
+from strop.errors import StropError, UserError
 from strop.sandbox import limits
 from strop.sandbox.code_tests import CodeTestReport, run_tests
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.server.config import ServeConfig
-from strop.sandbox.server.dispatcher import Answer, Dispatcher
+from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.metrics import exposition
 from strop.sandbox.server.ndjson import (
     CLIENT_HEADER,
@@ -37,7 +37,7 @@ from strop.sandbox.server.ndjson import (
     write_error_line,
 )
 from strop.sandbox.server.openapi import description
-from strop.sandbox.server.run_stream import RunStream, VerdictLines
+from strop.sandbox.server.run_stream import RunStream, start_lines, write_verdicts
 
 MAX_BODY_BYTES = 32 << 20  # except of a stream of runs
 _READ_S = 60.0  # for a body that is read whole
@@ -95,21 +95,7 @@ class HttpFront:
 
     async def _run(self, request: web.Request) -> web.StreamResponse:
         call = await self._body(request, RunRequest)
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-
-        def listen(answer: Answer) -> None:
-            if not answered.done():
-                answered.set_result(answer)
-
-        leave = self._dispatcher.submit(call, listen, client=_client_of(request))
-        try:
-            answer = await answered
-        finally:
-            if leave is not None:
-                leave(may_return=True)
-        if isinstance(answer, MachineError):
-            raise answer
-        return _json(RunResult, answer)
+        return _json(RunResult, await self._dispatcher.run(call, client=_client_of(request)))
 
     async def _runs(self, request: web.Request) -> web.StreamResponse:
         stream = RunStream(
@@ -118,7 +104,7 @@ class HttpFront:
             max_line_bytes=self._max_line_bytes,
             reports_starts=STARTS_HEADER in request.headers,
         )
-        response = await _start_lines(request)
+        response = await start_lines(request)
         self._streams.add(stream)
         if self._is_stopping:
             stream.stop()
@@ -139,20 +125,7 @@ class HttpFront:
     async def _verify(self, request: web.Request) -> web.StreamResponse:
         asked = await self._body(request, VerifyRequest)
         async with aclosing(self._dispatcher.verify(asked, client=_client_of(request))) as verdicts:
-            lines = VerdictLines(verdicts)
-            try:
-                await lines.wait()
-                if lines.error is not None:  # nothing is sent yet, so the status can still say it
-                    raise lines.error
-                response = await _start_lines(request)
-                await response.write(lines.take())
-                while not lines.is_over:
-                    await lines.wait()
-                    await response.write(lines.take())
-            finally:
-                await lines.close()
-        await response.write_eof()
-        return response
+            return await write_verdicts(request, verdicts)
 
     async def _tests(self, request: web.Request) -> web.StreamResponse:
         asked = await self._body(request, TestsRequest)
@@ -263,12 +236,6 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 def _client_of(request: web.Request) -> str:
     """The client as the queue and the ids of calls know it."""
     return request.headers.get(CLIENT_HEADER, "")[:128]
-
-
-async def _start_lines(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
-    await response.prepare(request)
-    return response
 
 
 def _json(shape: type[_BodyT], body: _BodyT, *, status: int = 200) -> web.Response:

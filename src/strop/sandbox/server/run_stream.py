@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator
 from functools import partial
 
 from aiohttp import web
@@ -12,7 +11,7 @@ from pydantic import TypeAdapter
 
 from strop.errors import StropError
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
-from strop.sandbox.server.dispatcher import Answer, Dispatcher, Leave
+from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.ndjson import (
     LineSplitter,
     RunLine,
@@ -59,7 +58,7 @@ class RunStream:
         self._max_line_bytes = max_line_bytes
         self._reports_starts = reports_starts
         self._num_lines = 0
-        self._open: dict[int, Leave] = {}
+        self._open: dict[int, asyncio.Future[RunResult]] = {}
         self._begun: dict[int, str | int] = {}  # keys of started calls that are not reported yet
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
@@ -93,8 +92,8 @@ class RunStream:
                 reading.result()
         finally:
             reading.cancel()
-            for leave in list(self._open.values()):
-                leave(may_return=True)
+            for answer in self._open.values():
+                answer.cancel()
 
     def _is_over(self, reading: asyncio.Task[None]) -> bool:
         is_idle = self._loop.time() - self._line_at > _IDLE_S
@@ -142,14 +141,9 @@ class RunStream:
             self._reject(read.key, f"line {self._num_lines} is no call: {read.why}")
             return
         number = self._num_lines
-        leave = self._dispatcher.submit(
-            read.request,
-            partial(self._on_answer, number, read.key),
-            on_start=partial(self._on_start, number, read.key),
-            client=self._client,
-        )
-        if leave is not None:
-            self._open[number] = leave
+        on_start = partial(self._on_start, number, read.key)
+        answer = self._open[number] = self._dispatcher.submit(read.request, on_start=on_start, client=self._client)
+        answer.add_done_callback(partial(self._on_answer, number, read.key))
 
     def _reject(self, key: str | int | None, reason: str) -> None:
         self._write(write_result_line(key, RunResult.not_run(RunOutcome.REJECTED, reason, level=self._dispatcher.box.level)))
@@ -167,13 +161,16 @@ class RunStream:
             self._outgoing += lines
             self._outgoing_bytes += sum(map(len, lines))
 
-    def _on_answer(self, number: int, key: str | int, answer: Answer) -> None:
-        self._open.pop(number, None)
+    def _on_answer(self, number: int, key: str | int, answer: asyncio.Future[RunResult]) -> None:
+        if answer.cancelled():  # the stream has ended
+            return
+        del self._open[number]
         self._begun.pop(number, None)
-        if isinstance(answer, RunResult):
-            self._write(write_result_line(key, answer))
+        error = answer.exception()
+        if isinstance(error, StropError):
+            self._write(write_error_line(key, kind_of(error), str(error)))
         else:
-            self._write(write_error_line(key, kind_of(answer), str(answer)))
+            self._write(write_result_line(key, answer.result()))
 
     def _write(self, line: bytes) -> None:
         """Queue a line. The lines of one turn of the event loop leave in one write, and under load those of several turns."""
@@ -187,47 +184,34 @@ class RunStream:
             self._gather_timer = self._loop.call_later(_GATHER_S, self._wake.set)
 
 
-class VerdictLines:
-    """Collects verdicts as lines while earlier lines are written."""
+async def start_lines(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    return response
 
-    def __init__(self, verdicts: AsyncIterator[tuple[int, PairVerdict]]) -> None:
-        self.error: StropError | None = None  # that ended the verdicts early
-        self._lines: list[bytes] = []
-        self._wake = asyncio.Event()
-        self._collecting = asyncio.create_task(self._collect(verdicts))
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every line was taken."""
-        return self._collecting.done() and not self._lines
-
-    async def wait(self) -> None:
-        """Return when there are lines, or a heartbeat is due."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HEARTBEAT_S):
-                await self._wake.wait()
-        self._wake.clear()
-
-    def take(self) -> bytes:
-        """The new lines; an empty line if there are none."""
-        part = b"".join(self._lines)
-        self._lines.clear()
-        return part or b"\n"
-
-    async def close(self) -> None:
-        """Stop collecting. Raises an unexpected error of the verdicts."""
-        self._collecting.cancel()
-        await asyncio.wait({self._collecting})
-        if not self._collecting.cancelled():
-            self._collecting.result()
-
-    async def _collect(self, verdicts: AsyncIterator[tuple[int, PairVerdict]]) -> None:
-        try:
-            async for index, verdict in verdicts:
-                self._lines.append(_VERDICT_LINE.dump_json(VerdictLine(index=index, verdict=verdict)) + b"\n")
-                self._wake.set()
-        except StropError as error:
-            self.error = error
-            self._lines.append(write_error_line(None, kind_of(error), str(error)))
-        finally:
-            asyncio.get_running_loop().call_soon(self._wake.set)  # after this task counts as done
+async def write_verdicts(request: web.Request, verdicts: AsyncGenerator[tuple[int, PairVerdict]]) -> web.StreamResponse:
+    """Write a line for each verdict. Raises an error that comes before anything is sent, so that the status can say it."""
+    response: web.StreamResponse | None = None
+    coming = asyncio.ensure_future(anext(verdicts, None))
+    try:
+        while True:
+            await asyncio.wait({coming}, timeout=HEARTBEAT_S)
+            line = b"\n"  # a sign of life
+            if coming.done():
+                if (judged := coming.result()) is None:
+                    break
+                line = _VERDICT_LINE.dump_json(VerdictLine(index=judged[0], verdict=judged[1])) + b"\n"
+                coming = asyncio.ensure_future(anext(verdicts, None))
+            response = response or await start_lines(request)
+            await response.write(line)
+    except StropError as error:
+        if response is None:
+            raise
+        await response.write(write_error_line(None, kind_of(error), str(error)))
+    finally:
+        coming.cancel()
+        await asyncio.wait({coming})
+    response = response or await start_lines(request)
+    await response.write_eof()
+    return response
