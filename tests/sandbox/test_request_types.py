@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.sandbox import AnswerPair, LocalSandbox, RunRequest, Session, SessionLimits, VerifyRequest
+from strop.sandbox import AnswerPair, LocalSandbox, RunRequest, SessionLimits, VerifyRequest
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,6 @@ def test_a_sandbox_that_is_given_text_says_how_a_request_is_written() -> None:
     box: Any = LocalSandbox()
     with pytest.raises(TypeError, match=r'of type str; it has to be RunRequest, as in run\(RunRequest\(code="print\(1\)"\)\)'):
         asyncio.run(box.run("print(1)"))
-    session: Any = Session(box, "s1")
-    with pytest.raises(TypeError, match="it has to be RunRequest"):
-        asyncio.run(session.run("print(1)"))
-
-    async def verify() -> None:
-        async for _ in box.verify([("1", "1")]):
-            pass
-
-    with pytest.raises(TypeError, match="it has to be VerifyRequest"):
-        asyncio.run(verify())
 
 
 def test_an_answer_is_text() -> None:

@@ -14,6 +14,8 @@ from strop.errors import MachineError
 from strop.sandbox import verify_process
 from strop.sandbox.protocol import PairVerdict
 from strop.sandbox.supervisor import verification
+from strop.sandbox.supervisor.processes import Ended
+from strop.sandbox.supervisor.verification import VerifyChild
 from strop.sandbox.verify_process import ProcessVerifier
 
 EQUAL, TIMEOUT, UNREADABLE, INTERNAL = PairVerdict.EQUAL, PairVerdict.TIMEOUT, PairVerdict.UNREADABLE, PairVerdict.INTERNAL
@@ -104,46 +106,56 @@ def test_a_process_that_dies_is_replaced_and_its_pair_is_blamed_only_for_a_crash
 
 
 class Scripted:
-    """A confined child that emits its lines, then hangs or ends."""
+    """A child of a fork server that emits its lines once it has work, then hangs or ends."""
 
     def __init__(self, lines, *, hangs=False, crashes=False):
-        self.lines = asyncio.Queue()
-        for line in lines:
-            self.lines.put_nowait(line)
-        if not hangs:
-            self.lines.put_nowait(None)
-        self._crashes = crashes
+        self.output, self._writer = os.pipe2(os.O_NONBLOCK)
+        self._lines, self._hangs = b"\x01" + b"".join(line + b"\n" for line in lines), hangs
+        self._end = Ended(exit_code=None, signal=signal.SIGSEGV if crashes else signal.SIGKILL, cpu_s=0.0, peak_bytes=0)
+        self.ended = None
 
-    def send(self, payload):
-        pass
-
-    async def has_crashed(self):
-        return self._crashes
+    def give(self, work, on_end):
+        self._on_end = on_end
+        os.write(self._writer, self._lines)
+        if not self._hangs:
+            asyncio.get_running_loop().call_soon(self.kill)
 
     def kill(self):
-        pass
+        if self.ended is None:
+            self.ended = self._end
+            os.close(self._writer)
+            self._on_end()
+
+    def close(self):
+        os.close(self.output)
 
 
-def judged_by(*children, num_pairs=2, batch_size=32, pair_wall_s=0.001):
+def judged_by(*children, num_pairs=2, pair_wall_s=0.005):
     """The verdicts, when each (lines, keys) of `children` is one child; and the number of children that were started."""
     queue = iter(children)
-    num_started = 0
+    num_started = num_ended = 0
+
+    def note_end():
+        nonlocal num_ended
+        num_ended += 1
 
     async def start_child():
         nonlocal num_started
         num_started += 1
         lines, keys = next(queue, ([], {}))
-        return Scripted(lines, **keys)
+        return VerifyChild(Scripted(lines, **keys), note_end)
 
     async def run():
         request = request_of(*[RIGHT] * num_pairs, pair_wall_s=pair_wall_s)
         async with asyncio.timeout(10):
-            return await in_order(verification.verify(start_child, request, batch_size=batch_size))
+            return await in_order(verification.verify(start_child, request))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_START_S", 0.001)
+        patch.setattr(verification, "_START_S", 0.005)
         patch.setattr(verification, "_GRACE_S", 0.001)
-        return asyncio.run(run()), num_started
+        verdicts = asyncio.run(run())
+    assert num_ended == num_started
+    return verdicts, num_started
 
 
 ALL = [b"start", b"0 equal", b"1 equal"]
@@ -176,7 +188,7 @@ CHILDREN = st.tuples(st.lists(LINES, max_size=5), st.fixed_dictionaries({"hangs"
 @settings(max_examples=150, deadline=None)
 @given(num_pairs=st.integers(1, 5), children=st.lists(CHILDREN, max_size=8))
 def test_every_pair_is_answered_once_whatever_children_emit(num_pairs, children):
-    assert len(judged_by(*children, num_pairs=num_pairs, batch_size=2)[0]) == num_pairs
+    assert len(judged_by(*children, num_pairs=num_pairs)[0]) == num_pairs
 
 
 def test_a_verdict_that_came_while_the_supervisor_was_suspended_counts():

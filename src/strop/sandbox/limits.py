@@ -16,6 +16,7 @@ MAX_LEASE_S = 86_400.0
 MAX_CASES = 1024  # tests of one program
 _MAX_ANSWER_BYTES = 65_536  # a longer answer to verify is unreadable
 _MAX_WORD_BYTES = 256
+_PROFILES = ("bare", "numpy", "full")  # of programs
 
 
 def run_refusal(request: RunRequest) -> str:
@@ -26,24 +27,19 @@ def run_refusal(request: RunRequest) -> str:
         or _text_refusal("the input", request.stdin, MAX_STDIN_BYTES)
         or _number_refusal("wall_s", request.wall_s, MAX_WALL_S)
         or ("" if request.cpu_s is None else _number_refusal("cpu_s", request.cpu_s, MAX_WALL_S * MAX_PROCESSES))
-        or _number_refusal("memory_mib", request.memory_mib, MAX_MEMORY_MIB)
-        or _number_refusal("max_processes", request.max_processes, MAX_PROCESSES)
-        or _number_refusal("file_mib", request.file_mib, MAX_FILE_MIB, least=0)
+        or _space_refusal(request)
         or _number_refusal("output_bytes", request.output_bytes, MAX_OUTPUT_BYTES)
-        or _word_refusal("profile", request.profile)
-        or _word_refusal("language", request.language)
-        or _word_refusal("session", request.session)
-        or _word_refusal("id", request.id)
+        or ("" if not request.profile else _profile_refusal(request.profile))
+        or ("" if request.language == "python" else f"the language is {request.language!r}, and only 'python' runs here")
+        or _text_refusal("session", request.session, _MAX_WORD_BYTES)
+        or _text_refusal("id", request.id, _MAX_WORD_BYTES)
     )
 
 
 def session_refusal(session: SessionLimits) -> str:
     """Why these limits of a session are refused; empty if they are not."""
     return (
-        _number_refusal("memory_mib", session.memory_mib, MAX_MEMORY_MIB)
-        or _number_refusal("max_processes", session.max_processes, MAX_PROCESSES)
-        or _number_refusal("file_mib", session.file_mib, MAX_FILE_MIB, least=0)
-        or _number_refusal("lease_s", session.lease_s, MAX_LEASE_S)
+        _space_refusal(session) or _number_refusal("lease_s", session.lease_s, MAX_LEASE_S) or _profile_refusal(session.profile)
     )
 
 
@@ -70,10 +66,16 @@ def _text_refusal(name: str, text: str, max_bytes: int) -> str:
     return "" if length <= max_bytes else f"{name} has more than {max_bytes} bytes, which is the limit"
 
 
-def _word_refusal(name: str, word: str) -> str:
-    if not word:
-        return ""
-    return _text_refusal(name, word, _MAX_WORD_BYTES) or ("" if word.isprintable() else f"{name} is not one printable word")
+def _space_refusal(limits: RunRequest | SessionLimits) -> str:
+    return (
+        _number_refusal("memory_mib", limits.memory_mib, MAX_MEMORY_MIB)
+        or _number_refusal("max_processes", limits.max_processes, MAX_PROCESSES)
+        or _number_refusal("file_mib", limits.file_mib, MAX_FILE_MIB, least=0)
+    )
+
+
+def _profile_refusal(profile: str) -> str:
+    return "" if profile in _PROFILES else f"there is no profile {profile[:80]!r}; the profiles are {', '.join(_PROFILES)}"
 
 
 def _number_refusal(name: str, number: float, most: float, *, least: float | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.limits import is_readable, require_verifiable, run_refusal
+from strop.sandbox.limits import is_readable, require_verifiable, run_refusal, session_refusal
 from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.protocol import (
     AnswerPair,
@@ -37,7 +37,7 @@ _ItemT = TypeVar("_ItemT")
 _LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
 _CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor is started again; doubles with each start that fails
-NUM_PAIRS = 32  # of answers in one call of the supervisor
+NUM_PAIRS = 32  # in one call and one child: more would amortise the fork better, but wait longer for a pair that hangs
 
 
 class FairQueue(Generic[_ItemT]):
@@ -198,8 +198,6 @@ class LocalSandbox(CodeService):
         return await (self._run_cell if request.session else self._run_program)(request, client, begin)
 
     async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
-        hint = ', as in verify(VerifyRequest(pairs=(AnswerPair(gold="1/2", answer="0.5"),)))'
-        demand("the argument of verify()", request, VerifyRequest, hint=hint)
         require_verifiable(request)
         await self.start()
         found: asyncio.Queue[tuple[int, PairVerdict] | NoNodes] = asyncio.Queue()
@@ -222,7 +220,8 @@ class LocalSandbox(CodeService):
             await asyncio.gather(*batches, return_exceptions=True)
 
     async def open_session(self, limits: SessionLimits, *, client: str = "") -> str:
-        demand("the argument of open_session()", limits, SessionLimits)
+        if refusal := session_refusal(limits):
+            raise UserError(f"{refusal}.")
         await self.start()
         try:
             return await self._open_session(limits, client)

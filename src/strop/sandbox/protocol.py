@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from types import UnionType
-from typing import Protocol
+from typing import Protocol, get_origin, get_type_hints
 
 
 def demand(name: str, value: object, kind: type | UnionType, *, hint: str = "") -> None:
@@ -22,6 +23,25 @@ def demand(name: str, value: object, kind: type | UnionType, *, hint: str = "") 
     if not isinstance(value, kind) or isinstance(value, bool):
         expected = kind.__name__ if isinstance(kind, type) else str(kind)
         raise TypeError(f"{name} is of type {type(value).__name__}; it has to be {expected}{hint}.")
+
+
+@cache
+def _kinds(owner: type) -> dict[str, type | UnionType]:
+    """The types that the fields of a class may have at run time. An integer is also a float."""
+    hints = {name: get_origin(hint) if get_origin(hint) is tuple else hint for name, hint in get_type_hints(owner).items()}
+    return {name: int | hint if hint in (float, float | None) else hint for name, hint in hints.items()}
+
+
+class _Typed:
+    """Raises `TypeError` for a value of another type. The service checks the limits."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+            value = getattr(self, name)
+            if not isinstance(value, kind) or value is True or value is False:
+                demand(name, value, kind)
 
 
 class RunOutcome(StrEnum):
@@ -61,7 +81,7 @@ class IsolationLevel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
+class RunRequest(_Typed):
     """One program and its limits."""
 
     code: str
@@ -77,21 +97,6 @@ class RunRequest:
     language: str = "python"
     session: str = ""  # the session of a cell; empty for a program
     id: str = ""  # two requests of one client with the same id run once; empty for no id
-
-    def __post_init__(self) -> None:
-        """Raises `TypeError` for a value of another type. The service checks the limits."""
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or value is True or value is False:
-                demand(name, value, kind)
-
-
-_KINDS: dict[str, type | UnionType] = {
-    **dict.fromkeys(("code", "stdin", "profile", "language", "session", "id"), str),
-    **dict.fromkeys(("memory_mib", "max_processes", "file_mib", "output_bytes", "seed"), int),
-    "wall_s": int | float,
-    "cpu_s": int | float | None,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,42 +140,29 @@ class PairVerdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPair:
+class AnswerPair(_Typed):
     """Two answers. They are also equal if there are `differences`, pairs of expressions, and sympy finds each to be 0."""
 
     gold: str
     answer: str
     differences: tuple[tuple[str, str], ...] = ()
 
-    def __post_init__(self) -> None:
-        """Raises `TypeError` for a value of another type."""
-        demand("gold", self.gold, str)
-        demand("answer", self.answer, str)
-        demand("differences", self.differences, tuple)
-        for index, difference in enumerate(self.differences):
-            demand(f"differences[{index}]", difference, tuple)
-            for text in difference:
-                demand(f"differences[{index}]", text, str)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyRequest:
+class VerifyRequest(_Typed):
     """Answers to compare with `math-verify`, in this order: it is not symmetric."""
 
     pairs: tuple[AnswerPair, ...]
     pair_wall_s: float = 2.0  # of each pair
 
     def __post_init__(self) -> None:
-        """Raises `TypeError` for a value of another type."""
-        demand("pairs", self.pairs, tuple)
+        super(VerifyRequest, self).__post_init__()  # a dataclass with slots is another class than its body sees
         for index, pair in enumerate(self.pairs):
-            if not isinstance(pair, AnswerPair):
-                demand(f"pairs[{index}]", pair, AnswerPair)
-        demand("pair_wall_s", self.pair_wall_s, int | float)
+            demand(f"pairs[{index}]", pair, AnswerPair)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
+class SessionLimits(_Typed):
     """The limits of a whole session; each cell also has the limits of its request."""
 
     memory_mib: int = 512
@@ -179,13 +171,6 @@ class SessionLimits:
     seed: int = 0
     profile: str = "full"
     lease_s: float = 300.0  # it ends after so long without a cell
-
-    def __post_init__(self) -> None:
-        """Raises `TypeError` for a value of another type."""
-        for name in ("memory_mib", "max_processes", "file_mib", "seed"):
-            demand(name, getattr(self, name), int)
-        demand("profile", self.profile, str)
-        demand("lease_s", self.lease_s, int | float)
 
 
 class CodeRunner(Protocol):

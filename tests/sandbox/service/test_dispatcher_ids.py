@@ -67,7 +67,7 @@ def test_a_call_with_an_id_outlives_a_lost_connection_for_its_client_to_come_bac
 def test_a_call_whose_client_does_not_come_back_is_cancelled() -> None:
     async def play() -> None:
         one = node(latency_s=60)
-        async with dispatching(one, config=DispatchConfig(linger_s=0.2)) as front:
+        async with dispatching(one, config=DispatchConfig(linger_s=0.5)) as front:
             for request in (RunRequest(code="x", id="7"), RunRequest(code="y")):
                 front.submit(request).cancel()
             await until(lambda: one.num_cancelled == 1 and one.num_in_flight == 1)  # the one without an id ends at once

@@ -15,8 +15,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from strop.errors import MachineError, NoNodes, Overloaded, SessionLost, UserError
-from strop.sandbox.limits import require_verifiable, run_refusal, session_refusal
+from strop.errors import MachineError, NoNodes, Overloaded, SessionLost
+from strop.sandbox.limits import require_verifiable, run_refusal
 from strop.sandbox.local import NUM_PAIRS, LocalSandbox
 from strop.sandbox.protocol import (
     CodeRunner,
@@ -167,8 +167,6 @@ class Dispatcher(CodeService):
     async def open_session(self, limits: SessionLimits, *, client: str = "") -> str:
         """See `CodeService`. Raises `UserError` for impossible limits, `NoNodes`."""
         self._raise_if_refusing()
-        if refusal := session_refusal(limits):
-            raise UserError(f"{refusal}.")
         return await self.box.open_session(limits, client=client)
 
     async def fork_session(self, session: str) -> str:

@@ -201,13 +201,6 @@ def to_result(run: FinishedCall, request: RunRequest, *, level: IsolationLevel, 
     )
 
 
-def rejection(reason: str, *, level: IsolationLevel, node: str, outcome: RunOutcome = RunOutcome.REJECTED) -> RunResult:
-    """The result of a request that is not run."""
-    return RunResult(
-        outcome=outcome, reason=reason, text=f"Not run: {reason}.", exit_code=None, timings=RunTimings(), level=level, node=node
-    )
-
-
 def _decide(run: FinishedCall, request: RunRequest) -> tuple[RunOutcome, str, str, int | None]:
     output, ended, text = run.output, run.ended, run.output.text()
     if not output.is_ready:

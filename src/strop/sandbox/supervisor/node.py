@@ -15,11 +15,10 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from strop.errors import MachineError, UserError
+from strop.errors import MachineError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.limits import run_refusal
 from strop.sandbox.protocol import (
-    CodeNode,
+    CodeService,
     IsolationLevel,
     PairVerdict,
     RunOutcome,
@@ -29,7 +28,7 @@ from strop.sandbox.protocol import (
     VerifyRequest,
 )
 from strop.sandbox.selftest.self_test import Canaries, SelfTestReport, refusal, run_self_test
-from strop.sandbox.supervisor.calls import Call, Execution, FinishedCall, rejection, to_result
+from strop.sandbox.supervisor.calls import Call, Execution, FinishedCall, to_result
 from strop.sandbox.supervisor.commands import profile_of
 from strop.sandbox.supervisor.directories import remove_leftovers
 from strop.sandbox.supervisor.fork_servers import ForkServerPool
@@ -42,11 +41,12 @@ _log = logging.getLogger(__name__)
 _NUM_TESTS = 2  # of a level that fails at first: on a busy machine an attack may end before it is seen
 _TICK_S = 0.01  # how often running calls are checked
 _SLOTS_FACTOR = 3  # accepted calls for each that computes: enough that the next is ready, few enough to be fair
-_PROGRAM_PROFILES = ("bare", "numpy", "full")
 
 
-class Node(CodeNode):
-    """A `CodeNode` in this process; use as `async with`, or call `start` and `close`. Belongs to one event loop.
+class Node(CodeService):
+    """A code service in this process; use as `async with`, or call `start` and `close`. Belongs to one event loop.
+
+    It checks no limit of a request; `LocalSandbox` does that before a call comes here.
 
     Args:
         config: the limits, the number of programs at once, and the lowest accepted level of isolation.
@@ -98,8 +98,6 @@ class Node(CodeNode):
 
     async def run(self, request: RunRequest) -> RunResult:
         await self.start()
-        if refusal := self._refusal(request):
-            return rejection(refusal, level=self.level, node=self.name)
         if request.session:
             return await self._sessions.run(request)
         arrived_at = time.monotonic()
@@ -128,8 +126,6 @@ class Node(CodeNode):
 
     async def open_session(self, limits: SessionLimits) -> str:
         await self.start()
-        if limits.profile not in _PROGRAM_PROFILES:
-            raise UserError(f"a session's profile is {limits.profile!r}; the profiles are {', '.join(_PROGRAM_PROFILES)}")
         return await self._sessions.open(limits)
 
     async def fork_session(self, session: str) -> str:
@@ -138,10 +134,6 @@ class Node(CodeNode):
 
     async def close_session(self, session: str) -> None:
         self._sessions.close_session(session)
-
-    async def wait_lost(self) -> str:
-        await self._closed.wait()
-        return "it was closed"
 
     async def close(self) -> None:
         self._closed.set()
@@ -225,16 +217,6 @@ class Node(CodeNode):
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-
-    def _refusal(self, request: RunRequest) -> str:
-        """Why the request is refused; empty when it is not."""
-        if refusal := run_refusal(request):
-            return refusal
-        if request.language != "python":
-            return f"the language is {request.language!r}, and only 'python' runs here"
-        if request.profile and request.profile not in _PROGRAM_PROFILES:
-            return f"there is no profile {request.profile!r}; the profiles are bare, numpy and full"
-        return ""
 
     @property
     def _sessions(self) -> Sessions:

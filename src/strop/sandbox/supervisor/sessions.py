@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox.inside import wire
-from strop.sandbox.limits import session_refusal
 from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult, SessionLimits
 from strop.sandbox.supervisor import forking
 from strop.sandbox.supervisor.calls import FinishedCall, to_result
@@ -99,8 +98,6 @@ class Sessions:
         return len(self._sessions)
 
     async def open(self, limits: SessionLimits) -> str:
-        if refusal := session_refusal(limits):
-            raise UserError(f"a session cannot have these limits: {refusal}")
         self._require_room()
         self._num_starting += 1
         try:

@@ -1,9 +1,8 @@
 """Compares pairs of answers in confined children, with a deadline per pair.
 
-The supervisor's half of `inside/verify.py`. Equal texts and plain numbers are compared here, exactly; the other pairs are split
-into batches, one child each. A pair at its deadline is TIMEOUT, a pair that crashes the interpreter is UNREADABLE, and the rest
-of its batch goes to another child. A pair whose child is lost for another reason is judged again, and is INTERNAL after the
-second time.
+The supervisor's half of `inside/verify.py`. Equal texts and plain numbers are compared here, exactly; the other pairs go to a
+child. A pair at its deadline is TIMEOUT, a pair that crashes the interpreter is UNREADABLE, and the rest goes to another child.
+A pair whose child is lost for another reason is judged again, and is INTERNAL after the second time.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeAlias
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from strop.sandbox.inside import wire
 from strop.sandbox.inside.verify import EQUAL, STARTED, UNEQUAL, UNREADABLE
@@ -22,7 +20,6 @@ from strop.sandbox.numbers import exact_match
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.supervisor.processes import Child
 
-BATCH_SIZE = 32  # pairs per child: more would amortise the fork better, but wait longer for a pair that hangs
 MAX_CHARS = 10_000  # of one answer; a longer one is not read
 VERDICTS = {EQUAL: PairVerdict.EQUAL, UNEQUAL: PairVerdict.UNEQUAL, UNREADABLE: PairVerdict.UNREADABLE}
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -34,14 +31,9 @@ _MEMORY_BYTES = 1 << 30
 _CPU_S = 3_600  # each pair has its own deadline
 
 
-_StartChild: TypeAlias = "Callable[[], Awaitable[VerifyChild]]"
-_Indexed: TypeAlias = tuple[int, AnswerPair]
-_Found: TypeAlias = "asyncio.Queue[tuple[int, PairVerdict] | BaseException]"
-
-
 async def verify(
-    start_child: _StartChild, request: VerifyRequest, *, batch_size: int = BATCH_SIZE
-) -> AsyncIterator[tuple[int, PairVerdict]]:
+    start_child: Callable[[], Awaitable[VerifyChild]], request: VerifyRequest
+) -> AsyncGenerator[tuple[int, PairVerdict]]:
     """Yield (index of the pair, its verdict) as each is known, every index once. No child outlives the iterator.
 
     Args:
@@ -57,25 +49,25 @@ async def verify(
             left.append((index, pair))
         else:
             yield index, verdict
-    found: _Found = asyncio.Queue()
-
-    async def judge(pairs: Sequence[_Indexed]) -> None:
+    lost_at = -1
+    while left:
+        child = await start_child()
         try:
-            await _judge(start_child, pairs, request.pair_wall_s, found)
-        except Exception as error:  # noqa: BLE001 - raised again below
-            found.put_nowait(error)
-
-    batches = [asyncio.create_task(judge(left[first : first + batch_size])) for first in range(0, len(left), batch_size)]
-    try:
-        for _ in left:
-            item = await found.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        for batch in batches:
-            batch.cancel()
-        await asyncio.gather(*batches, return_exceptions=True)
+            async with contextlib.aclosing(child.judge([pair for _, pair in left], request.pair_wall_s)) as verdicts:
+                async for verdict in verdicts:
+                    yield left.pop(0)[0], verdict
+        finally:
+            stopped_by = await child.end()
+        if not left:
+            return
+        if stopped_by is None and lost_at != left[0][0]:
+            lost_at = left[0][0]
+            continue
+        # If a second child does not even start, neither would a third: that says nothing about the first pair.
+        blamed = left[:1] if child.has_started else left
+        left = left[len(blamed) :]
+        for index, _ in blamed:
+            yield index, stopped_by or PairVerdict.INTERNAL
 
 
 def compare_exactly(pair: AnswerPair) -> PairVerdict | None:
@@ -84,65 +76,6 @@ def compare_exactly(pair: AnswerPair) -> PairVerdict | None:
         return PairVerdict.UNREADABLE
     is_equal = exact_match(pair.gold, pair.answer)
     return None if is_equal is None else PairVerdict.EQUAL if is_equal else PairVerdict.UNEQUAL
-
-
-async def _judge(start_child: _StartChild, pairs: Sequence[_Indexed], pair_wall_s: float, found: _Found) -> None:
-    """Put the verdict on each pair into `found`, with as many children as that takes."""
-    lost_at = -1
-    while pairs:
-        num_judged, verdict = await _attempt(await start_child(), pairs, pair_wall_s, found)
-        has_started, pairs = num_judged >= 0, pairs[max(num_judged, 0) :]
-        if not pairs:
-            return
-        if verdict is None and lost_at != pairs[0][0]:
-            lost_at = pairs[0][0]
-            continue
-        # If a second child does not even start, neither would a third: that says nothing about the first pair.
-        num_blamed = 1 if has_started else len(pairs)
-        for index, _ in pairs[:num_blamed]:
-            found.put_nowait((index, verdict or PairVerdict.INTERNAL))
-        pairs = pairs[num_blamed:]
-
-
-async def _attempt(
-    child: VerifyChild, pairs: Sequence[_Indexed], pair_wall_s: float, found: _Found
-) -> tuple[int, PairVerdict | None]:
-    """Have one child judge `pairs` until it is done or gone.
-
-    Returns:
-        The number of pairs that it judged, -1 if it did not start; and the verdict on the pair after them, None if the child
-        was lost for a reason other than that pair.
-    """
-    num_judged, is_late = -1, False
-    try:
-        child.send(json.dumps([[pair.gold, pair.answer, *pair.differences] for _, pair in pairs]).encode())
-        if await _next_line(child, _START_S) == STARTED:
-            num_judged = 0
-            while num_judged < len(pairs):
-                index, _, word = (await _next_line(child, pair_wall_s) or b"").partition(b" ")
-                if index != b"%d" % num_judged or word not in VERDICTS:
-                    break
-                found.put_nowait((pairs[num_judged][0], VERDICTS[word]))
-                num_judged += 1
-    except TimeoutError:
-        is_late = num_judged >= 0
-    finally:
-        child.kill()
-        has_crashed = await child.has_crashed()
-    if is_late:
-        return num_judged, PairVerdict.TIMEOUT
-    return num_judged, PairVerdict.UNREADABLE if has_crashed and num_judged >= 0 else None
-
-
-async def _next_line(child: VerifyChild, limit_s: float) -> bytes | None:
-    """Raises `TimeoutError`."""
-    try:
-        return await asyncio.wait_for(child.lines.get(), limit_s)
-    except TimeoutError:
-        await asyncio.sleep(_GRACE_S)
-        if child.lines.empty():
-            raise
-        return child.lines.get_nowait()
 
 
 class VerifyChild:
@@ -157,22 +90,45 @@ class VerifyChild:
         self._child, self._on_end = child, on_end
         self._rest = b""
         self._is_ready = False
+        self._is_late = False
         self._ended = asyncio.Event()
-        self.lines: asyncio.Queue[bytes | None] = asyncio.Queue()  # what it emits, line by line; None at its end
+        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()  # what it emits, line by line; None at its end
+        self.has_started = False
 
-    def send(self, payload: bytes) -> None:
+    async def judge(self, pairs: Sequence[AnswerPair], pair_wall_s: float) -> AsyncGenerator[PairVerdict]:
+        """Yield the verdicts in order, until it is done, gone, or late with one."""
+        payload = json.dumps([[pair.gold, pair.answer, *pair.differences] for pair in pairs]).encode()
         work = wire.WORK.pack(wire.JOB_VERIFY, 0, _MEMORY_BYTES, _CPU_S, 32, 1, len(payload), 0)
         self._loop.add_reader(self._child.output, self._read)
         self._child.give(work + payload, self._end)
+        try:
+            self.has_started = await self._next_line(_START_S) == STARTED
+            for number in range(len(pairs) if self.has_started else 0):
+                index, _, word = (await self._next_line(pair_wall_s) or b"").partition(b" ")
+                if index != b"%d" % number or word not in VERDICTS:
+                    return
+                yield VERDICTS[word]
+        except TimeoutError:
+            self._is_late = self.has_started
 
-    def kill(self) -> None:
-        """Safe to call at any time."""
+    async def end(self) -> PairVerdict | None:
+        """Kill it. Returns the verdict on the pair that it did not judge; None if it was lost for another reason."""
         self._child.kill()
-
-    async def has_crashed(self) -> bool:
-        """Return when it has ended: whether by one of `CRASHES`."""
         await self._ended.wait()
-        return self._child.ended is not None and self._child.ended.signal in CRASHES
+        if self._is_late:
+            return PairVerdict.TIMEOUT
+        has_crashed = self._child.ended is not None and self._child.ended.signal in CRASHES
+        return PairVerdict.UNREADABLE if has_crashed and self.has_started else None
+
+    async def _next_line(self, limit_s: float) -> bytes | None:
+        """Raises `TimeoutError`."""
+        try:
+            return await asyncio.wait_for(self._lines.get(), limit_s)
+        except TimeoutError:
+            await asyncio.sleep(_GRACE_S)
+            if self._lines.empty():
+                raise
+            return self._lines.get_nowait()
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -183,12 +139,12 @@ class VerifyChild:
                 self._is_ready, part = True, part.removeprefix(wire.READY)
             *lines, self._rest = (self._rest + part).split(b"\n")
             for line in lines:
-                self.lines.put_nowait(line)
+                self._lines.put_nowait(line)
 
     def _end(self) -> None:
         self._read()  # the pipe may still hold its last lines
         self._loop.remove_reader(self._child.output)
-        self.lines.put_nowait(None)
+        self._lines.put_nowait(None)
         self._ended.set()
         self._child.close()
         self._on_end()
