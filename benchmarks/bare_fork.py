@@ -12,16 +12,15 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 
 def calls_per_s(code: str, *, level: str, profile: str, seconds: float, num_loops: int) -> float:
     """Programs per second through `num_loops` loops at once."""
     from strop.sandbox.protocol import IsolationLevel
-    from strop.sandbox.supervisor.commands import ENVIRONMENT, command
+    from strop.sandbox.supervisor.fork_servers import BOOT, ENVIRONMENT, command
 
-    inside = str(Path(sys.modules["strop.sandbox.supervisor.commands"].__file__ or "").parents[1] / "inside")
-    arguments = command(Path(__file__), IsolationLevel(level), profile, code=code, seconds=seconds, inside=inside)
+    more = {"code": code, "seconds": seconds, "inside": str(BOOT.parent)}
+    arguments = command(__file__, level=IsolationLevel(level), profile=profile, **more)
     loops = [subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) for _ in range(num_loops)]
     return sum(float(loop.communicate()[0]) for loop in loops)
 

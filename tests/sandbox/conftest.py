@@ -9,8 +9,8 @@ import pytest
 
 from strop.sandbox import Sandbox, SandboxConfig
 from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult
-from strop.sandbox.selftest.self_test import Canaries, SelfTestReport, run_self_test
 from strop.sandbox.supervisor import node
+from strop.sandbox.supervisor.self_test import Canaries, SelfTestReport, run_self_test
 
 
 @pytest.fixture(scope="session", autouse=True)

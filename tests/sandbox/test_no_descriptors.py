@@ -14,7 +14,7 @@ from strop.errors import MachineError
 from strop.sandbox.inside import wire
 from strop.sandbox.protocol import IsolationLevel
 from strop.sandbox.supervisor.fork_servers import ForkServer
-from strop.sandbox.supervisor.namespaces import NamespaceHelper
+from strop.sandbox.supervisor.forking import NamespaceHelper
 
 Attempt = Callable[[], object]
 

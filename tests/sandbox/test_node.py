@@ -16,8 +16,7 @@ from strop.errors import MachineError, SessionLost
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, RunResult, SandboxConfig
 from strop.sandbox.protocol import SessionLimits
 from strop.sandbox.supervisor import fork_servers
-from strop.sandbox.supervisor.commands import ENVIRONMENT, INSIDE, command, profile_of
-from strop.sandbox.supervisor.fork_servers import ForkServer
+from strop.sandbox.supervisor.fork_servers import BOOT, ENVIRONMENT, ForkServer, command, profile_of
 from strop.sandbox.supervisor.node import Node
 from strop.sandbox.supervisor.watchdog import Slots
 
@@ -65,7 +64,8 @@ def test_a_fork_server_whose_supervisor_died_before_it_began_ends_at_once() -> N
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            words = command(INSIDE / "boot.py", IsolationLevel.PROCESS, "bare", control=theirs.fileno(), supervisor=dead.pid)
+            boot = str(BOOT), "main"
+            words = command(*boot, level=IsolationLevel.PROCESS, profile="bare", control=theirs.fileno(), supervisor=dead.pid)
             orphan = subprocess.Popen(words, env=ENVIRONMENT, pass_fds=(theirs.fileno(),), start_new_session=True)
         assert orphan.wait(timeout=10) == 1
         assert ours.recv(100) == b"", "it began to serve"

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
-from strop.sandbox.selftest.isolation_checks import CHECKS, CheckResult
-from strop.sandbox.selftest.self_test import Canaries, SelfTestReport, level_of, refusal, run_self_test
+from strop.sandbox.supervisor.isolation_checks import CHECKS, CheckResult
 from strop.sandbox.supervisor.node import Node
+from strop.sandbox.supervisor.self_test import Canaries, SelfTestReport, level_of, refusal, run_self_test
 
 CONTAINER = Path(__file__).with_name("container.py")
 PROCESS, CONFINED = IsolationLevel.PROCESS, IsolationLevel.CONFINED
@@ -183,7 +183,7 @@ import asyncio, json
 from strop.errors import UserError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.supervisor.node import Node
-from strop.sandbox.selftest.self_test import Canaries, level_of, run_self_test
+from strop.sandbox.supervisor.self_test import Canaries, level_of, run_self_test
 from strop.sandbox.protocol import IsolationLevel
 
 async def main():

@@ -54,7 +54,7 @@ def test_both_ways_to_compare_share_the_limit_of_their_pair():
 
 
 def test_differences_that_are_no_tuple_are_refused():
-    with pytest.raises(TypeError, match="^differences is of type list; it has to be tuple"):
+    with pytest.raises(TypeError, match=r"^differences is of type list; it has to be tuple"):
         AnswerPair(gold="1", answer="2", differences=[("1", "2")])
 
 

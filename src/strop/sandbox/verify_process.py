@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -21,11 +20,11 @@ from pathlib import Path
 
 from strop.errors import DeadlineExceeded, MachineError
 from strop.sandbox.inside import verify
+from strop.sandbox.inside.verify import STARTED
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.supervisor.verification import CRASHES, VERDICTS, compare_exactly
 
-_SCRIPT = Path(verify.__file__).with_name("verify_alone.py")
-_READY = b"ready"  # what the script emits when it has imported everything
+_COMMAND = (sys.executable, "-P", str(Path(verify.__file__).with_name("boot.py")), "verify")  # -P: not from that folder
 _START_S = 120.0  # importing sympy on a busy machine
 
 
@@ -118,8 +117,8 @@ class ProcessVerifier:
             process = _Process()
             self._processes.add(process)
         try:
-            if process.read_line(_START_S) != _READY:
-                raise MachineError(f"the process that compares answers did not start. Try it: {sys.executable} -P {_SCRIPT}")
+            if process.read_line(_START_S) != STARTED:
+                raise MachineError(f"the process that compares answers did not start. Try it: {' '.join(_COMMAND)}")
         except BaseException as error:
             self._end(process)
             if isinstance(error, TimeoutError):
@@ -136,45 +135,39 @@ class ProcessVerifier:
 
 
 class _Process:
-    """A process that runs the script, and the pipes to it."""
+    """A process that runs `inside.verify`, and the pipes to it."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],  # -P: do not import from the script's folder
+            _COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
             start_new_session=True,  # a terminal's Ctrl-C does not reach it
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
         self.pid = self._popen.pid
-        self._unread = b""
 
-    def ask(self, question: bytes, limit_s: float) -> bytes | None:
-        """The answer; None if the process is gone. Raises `TimeoutError`."""
+    def ask(self, question: bytes, limit_s: float) -> bytes:
+        """The answer; empty if the process is gone. Raises `TimeoutError`, and kills it then."""
         assert self._popen.stdin is not None
         try:
             self._popen.stdin.write(question)
+            self._popen.stdin.flush()
         except OSError:
-            return None
+            return b""
         return self.read_line(limit_s)
 
-    def read_line(self, limit_s: float) -> bytes | None:
-        """The next line; None if the process is gone. Raises `TimeoutError`."""
+    def read_line(self, limit_s: float) -> bytes:
+        """The next line; as `ask`."""
         assert self._popen.stdout is not None
-        poll = select.poll()  # select() takes no descriptor above 1023
-        poll.register(self._popen.stdout, select.POLLIN)
-        deadline = time.monotonic() + limit_s
-        while b"\n" not in self._unread:
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
-            part = os.read(self._popen.stdout.fileno(), 65_536)
-            if not part:
-                return None
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        deadline, timer = time.monotonic() + limit_s, threading.Timer(limit_s, self.kill)
+        timer.start()
+        line: bytes = self._popen.stdout.readline()
+        timer.cancel()
+        if not line and time.monotonic() >= deadline:
+            raise TimeoutError
+        return line.rstrip(b"\n")
 
     def kill(self) -> None:
         self._popen.kill()

@@ -68,7 +68,7 @@ def parts_below(root: int) -> dict[Part, list[Process]]:
     for supervisor in (child for child in children_of(root) if "strop.sandbox.supervisor.serve" in _command(child)):
         _note(found[Part.SUPERVISOR], supervisor)
         for outer in children_of(supervisor):
-            if any(argument.endswith("/inside/boot.py") for argument in _command(outer)):
+            if "main" in _command(outer):  # not the helper for copies of sessions
                 _note(found[Part.FORK_SERVER_OUTER], outer)
                 for inner in children_of(outer):
                     _note(found[Part.FORK_SERVER_INNER], inner)

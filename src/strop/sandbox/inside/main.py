@@ -21,7 +21,7 @@ from .wire import JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECO
 
 def main() -> None:
     fix_addresses()
-    settings = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[2])
     control = settings["control"]
     os.set_inheritable(control, False)
     try:
@@ -53,9 +53,6 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
     is_namespaced, is_root, pid_namespace = level in ("strict", "namespaces"), os.geteuid() == 0, -1
     place = filesystem.place_inside if is_namespaced else str
     sys.path[:] = [place(path) for path in [*sys.path, *libraries]]
-    program.LIBRARIES.extend((place(path), "site-packages") for path in libraries)
-    program.LIBRARIES.append((place(os.path.dirname(os.__file__)), "python"))
-    program.LIBRARIES.sort(key=lambda pair: -len(pair[0]))
     for name in ("executable", "_base_executable", "prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
         setattr(sys, name, place(getattr(sys, name)))
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """Gives a copy of a session what it must not take itself: a map of its uid, its own /tmp, its limit of processes.
 
-A script with the privileges of the supervisor, outside every sandbox. Each step runs in a fork that joins the namespaces of
+Its process has the privileges of the supervisor, outside every sandbox. Each step runs in a fork that joins the namespaces of
 the copy as their owner, so it has no other rights. It reads nothing that a program wrote.
 """
 
@@ -11,18 +11,14 @@ import resource
 import signal
 import socket
 import sys
-import types
+
+from . import filesystem, kernel, wire
 
 
 def main() -> None:
-    package = types.ModuleType("strop_inside")
-    package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
-    sys.modules["strop_inside"] = package
-    from strop_inside import filesystem, kernel, wire  # type: ignore[import-not-found]
-
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = socket.socket(fileno=int(sys.argv[2]))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, wire.NAMESPACE_STEP.size, 2)
         if not message:
@@ -51,6 +47,3 @@ def main() -> None:
         os.waitpid(child, 0)
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-main()

@@ -116,7 +116,7 @@ def exit_code_of(error: SystemExit, stderr: TextIO) -> int:
 def format_error(
     error: BaseException, format_exception: Callable[[BaseException], list[str]] = traceback.format_exception
 ) -> str:
-    """The traceback without the frames of the runner, and with neutral names for the paths of libraries."""
+    """The traceback without the frames of the runner."""
     try:
         memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -127,8 +127,6 @@ def format_error(
         if isinstance(error, SyntaxError) and error.text is None and str(error.filename).startswith("<c") and error.lineno:
             error.text = linecache.getline(str(error.filename), error.lineno)
         text = "".join(format_exception(error))
-        for prefix, name in LIBRARIES:
-            text = text.replace(prefix, name)
     except BaseException as broken:  # the text of the exception raises, or the program broke the formatter
         text = f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})\n"
     return _cut(text, MAX_TRACEBACK_CHARS)
@@ -149,9 +147,6 @@ def _fold(frames: TracebackType | None) -> TracebackType | None:
             last_of_head = first_of_tail
     last_of_head.tb_next = first_of_tail
     return frames
-
-
-LIBRARIES: list[tuple[str, str]] = []  # (path, shown name), longest first; filled at start
 
 
 def _cut(text: str, limit: int) -> str:

@@ -12,19 +12,25 @@ No answer is ever written anywhere.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
+import os
+import resource
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import dr_grpo, latex
+from . import dr_grpo, kernel, latex
 
 # Read now: the sandbox hides this folder. The first line is a comment.
 _COMMON_ANSWERS = Path(__file__).with_name("answers.txt").read_text().splitlines()[1:]
 STARTED = b"start"
+_PLAIN_MEMORY_BYTES = 4 << 30  # of a plain process
 EQUAL, UNEQUAL, UNREADABLE = b"equal", b"unequal", b"unreadable"
 
 
@@ -110,3 +116,19 @@ def _parse(text: str) -> Any:
     from math_verify import parse
 
     return parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+
+
+def main() -> None:
+    """Judge every line of stdin, in a plain process: [gold, answer, differences, is_fast (optional)] -> verdict."""
+    if sys.platform == "linux":  # a loop inside C code does not notice the end of stdin
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes stdin
+    resource.setrlimit(resource.RLIMIT_AS, (_PLAIN_MEMORY_BYTES, _PLAIN_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.dup(1)
+    os.dup2(2, 1)  # output of a library must not look like an answer
+    load()
+    gc.freeze()
+    os.write(answers, STARTED + b"\n")
+    for line in sys.stdin.buffer:
+        os.write(answers, judge_pair(*json.loads(line)) + b"\n")

@@ -6,25 +6,32 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
+import socket
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
 
+from strop.errors import UserError
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.server.config import DispatchConfig, ServeConfig
 from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.http import HttpFront
-from strop.sandbox.server.listener import Listener
 
 _log = logging.getLogger(__name__)
 
 _HEADERS_S = 30.0  # for the headers of a request; longer than clients keep an idle connection, which is 15 s for aiohttp
 _FLUSH_S = 2.0  # for the last answers, at the end
-_MAX_CONNECTIONS = 4096  # and no more than descriptors allow
+_MAX_CONNECTIONS = 4096  # further ones are closed at once; lowered to what the descriptor limit allows
+_RESERVED_DESCRIPTORS = 128  # for the supervisor and files of this process
+_BACKLOG = 1024
+_UNACKNOWLEDGED_MS = 10_000  # the kernel ends a connection whose peer acknowledges nothing for this long
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class CodeServer:
@@ -59,9 +66,12 @@ class CodeServer:
             await runner.setup()
             self._closing.push_async_callback(runner.cleanup)
             assert runner.server is not None
-            listener = Listener(config.host, config.port, runner.server, max_connections=_MAX_CONNECTIONS)
-            self._closing.push_async_callback(listener.close)
-            self.port = listener.port
+            listening = _listen(config.host, config.port)
+            self.port = int(listening.getsockname()[1])
+            accepting = await asyncio.get_running_loop().create_server(
+                partial(_accept, runner.server), sock=listening, backlog=_BACKLOG
+            )
+            self._closing.callback(accepting.close)
             self._closing = self._closing.pop_all()
         return self
 
@@ -103,3 +113,29 @@ async def serve(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises `UserError` when the address cannot be used. Accepted connections inherit the options."""
+    try:
+        [family, _, _, _, address], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UserError(f"the service cannot listen on {host}:{port}: {error.strerror}.") from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+    return listening
+
+
+def _accept(server: web.Server) -> asyncio.BaseProtocol:
+    """The protocol of an accepted connection. `asyncio` itself has no limit, and loops when descriptors run out."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_full = len(server.connections) >= max(1, min(_MAX_CONNECTIONS, descriptors - _RESERVED_DESCRIPTORS))
+    return _Full() if is_full else server()
+
+
+class _Full(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(_FULL)
+        transport.close()

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import os
+import re
 import socket
 import subprocess
+import sys
+import sysconfig
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from strop.errors import MachineError
 from strop.sandbox.inside import wire
 from strop.sandbox.protocol import IsolationLevel
-from strop.sandbox.supervisor.commands import ENVIRONMENT, INSIDE, command
 from strop.sandbox.supervisor.directories import Directory, check_temporary_directory
 from strop.sandbox.supervisor.process_status import num_threads_of_user
 from strop.sandbox.supervisor.processes import LOST, Child, Ended
@@ -32,6 +36,46 @@ _MAX_UNSTARTED = 16  # children that one fork server starts at once; more would 
 _NUM_DISCARDED = 3  # children of a new fork server
 _DISCARD_LIMIT_S = 5.0  # for all of them; 10 ms on an idle machine
 _RECYCLE_AFTER = 100_000  # children of one fork server before another takes its place
+BOOT = Path(wire.__file__).with_name("boot.py")  # the script that runs a module of `inside`
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
+_NUMPY_NAMES = {"numpy"}
+_FULL_NAMES = {"sympy", "scipy", "mpmath"}
+
+ENVIRONMENT = {  # the whole environment of a program
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": wire.WORK_DIRECTORY,
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # otherwise each thread reserves 64 MiB of the address space of a program
+}
+
+
+def command(*script: str, level: IsolationLevel, profile: str, modules: tuple[str, ...] = (), **more: object) -> list[str]:
+    """The command that runs `script` in a clean interpreter, with the settings of a fork server as its last argument."""
+    libraries = list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
+    shown: list[str] = []
+    for path in [*system, sys.base_prefix, sys.prefix, *libraries]:
+        if not any(Path(path).is_relative_to(other) for other in shown):
+            shown.append(path)
+    settings: dict[str, object] = {"level": level.value, "profile": profile, "modules": modules, "shown": shown}
+    settings |= {"libraries": libraries, "supervisor": os.getpid(), **more}
+    # -P and -s rather than -I, which would also ignore PYTHONHASHSEED.
+    return [sys.executable, "-s", "-P", "-S", "-B", *script, json.dumps(settings)]
+
+
+def profile_of(code: str) -> str:
+    """The smallest profile with the modules that `code` imports. A wrong guess costs time, never correctness."""
+    if "import" not in code:
+        return "bare"
+    names = {name.strip().partition(" ")[0].partition(".")[0] for found in _IMPORT.findall(code) for name in found.split(",")}
+    if names & _FULL_NAMES:
+        return "full"
+    return "numpy" if names & _NUMPY_NAMES else "bare"
 
 
 class ForkServer:
@@ -55,7 +99,7 @@ class ForkServer:
             # In this thread, which lives as long as the event loop: while it starts, and always at L2, the fork server dies
             # with the thread that started it.
             self._process = subprocess.Popen(
-                command(INSIDE / "boot.py", level, profile, modules=modules, control=theirs.fileno()),
+                command(str(BOOT), "main", level=level, profile=profile, modules=modules, control=theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

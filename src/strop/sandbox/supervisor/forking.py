@@ -20,18 +20,21 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Self
 
 from strop.errors import MachineError, SessionLost
 from strop.sandbox.inside import confine, kernel, seccomp, wire
 from strop.sandbox.protocol import IsolationLevel
-from strop.sandbox.supervisor.namespaces import NamespaceHelper
+from strop.sandbox.supervisor.fork_servers import BOOT
 from strop.sandbox.supervisor.process_status import ProcessStatus, children_of, pid_of, stat_of, status_of
 from strop.sandbox.supervisor.processes import Interpreter, readable
 
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep
 _LIMIT_S = 5.0  # of a fork; 10 ms on an idle machine
+_STEP_LIMIT_S = 5.0  # of one step of the helper; 1 ms on an idle machine
 _NUM_QUIET_ROUNDS = 3  # rounds without a living process until all are known to be dead
 _MAX_ROUNDS = 100
 _FLAGS = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -332,3 +335,71 @@ def _obstacle(pid: int, *, own: set[tuple[int, int]] | None) -> str:
 
 def _is_same_mount(one: str, other: str) -> bool:
     return os.stat(one).st_dev == os.stat(other).st_dev
+
+
+class NamespaceHelper:
+    """The process of `inside.namespaces`, started when first needed and again after its death. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the process unless it runs."""
+        if self._socket is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.setblocking(False)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "namespaces", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    cwd="/",
+                    env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._socket = ours
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def ask(self, step: bytes, pid: int, *, owner: int, max_processes: int, descriptors: list[int]) -> None:
+        """Have it do a step of `inside.namespaces` on a process. Raises `MachineError`.
+
+        Args:
+            step: `wire.STEP_LIMIT` or `wire.STEP_PREPARE`.
+            owner: uid of the owner of the namespaces of that process.
+            max_processes: how many processes may be started in them.
+            descriptors: pidfds, as described at the step.
+        """
+        async with self._turn:
+            try:
+                self.start()
+                assert self._socket is not None
+                message = wire.NAMESPACE_STEP.pack(step, pid, owner, max_processes, confine.INNER_UID)
+                socket.send_fds(self._socket, [message], descriptors)
+                async with asyncio.timeout(_STEP_LIMIT_S):
+                    answer = await asyncio.get_running_loop().sock_recv(self._socket, 4_096)
+            except (OSError, TimeoutError, asyncio.CancelledError) as error:
+                self.close()  # a later answer would be taken for the answer to another step
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                raise MachineError(f"the helper that prepares copies of sessions does not answer ({error})") from error
+            if not answer:
+                self.close()
+                raise MachineError("the helper that prepares copies of sessions died")
+            if answer != wire.STEP_DONE:
+                raise MachineError(answer.decode("utf-8", "replace"))

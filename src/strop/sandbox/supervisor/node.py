@@ -27,11 +27,10 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
 )
-from strop.sandbox.selftest.self_test import Canaries, SelfTestReport, refusal, run_self_test
 from strop.sandbox.supervisor.calls import Call, Execution, FinishedCall, to_result
-from strop.sandbox.supervisor.commands import profile_of
 from strop.sandbox.supervisor.directories import remove_leftovers
-from strop.sandbox.supervisor.fork_servers import ForkServerPool
+from strop.sandbox.supervisor.fork_servers import ForkServerPool, profile_of
+from strop.sandbox.supervisor.self_test import Canaries, SelfTestReport, refusal, run_self_test
 from strop.sandbox.supervisor.sessions import Sessions
 from strop.sandbox.supervisor.verification import VerifyChild, verify
 from strop.sandbox.supervisor.watchdog import Slots, Watchdog

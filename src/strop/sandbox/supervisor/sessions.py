@@ -28,7 +28,6 @@ from strop.sandbox.supervisor import forking
 from strop.sandbox.supervisor.calls import FinishedCall, to_result
 from strop.sandbox.supervisor.cells import Cell
 from strop.sandbox.supervisor.fork_servers import ForkServerPool
-from strop.sandbox.supervisor.namespaces import NamespaceHelper
 from strop.sandbox.supervisor.process_status import IdleUsage, ProcessStatus, TreeStatus
 from strop.sandbox.supervisor.processes import LOST, Child, Ended, Family, Interpreter, readable
 from strop.sandbox.supervisor.watchdog import Slots
@@ -87,7 +86,7 @@ class Sessions:
         self._watch = watch
         self._max_sessions = max_sessions
         self._node = node
-        self._helper = NamespaceHelper()
+        self._helper = forking.NamespaceHelper()
         self._sessions: dict[str, _Session] = {}
         self._num_starting = 0
         self._gone: OrderedDict[str, str] = OrderedDict()

@@ -26,9 +26,9 @@ from rich.table import Table
 
 from strop.errors import UserError
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult
-from strop.sandbox.selftest import attacks
-from strop.sandbox.selftest.isolation_checks import CHECKS, MAX_PROCESSES, CheckResult, Evidence, namespaces_of
+from strop.sandbox.supervisor import attacks
 from strop.sandbox.supervisor.directories import Directory
+from strop.sandbox.supervisor.isolation_checks import CHECKS, MAX_PROCESSES, CheckResult, Evidence, namespaces_of
 
 _NAME = "STROP_CANARY"
 _MEMORY_MIB, _FILE_MIB = 64, 1  # limits of the attacks
