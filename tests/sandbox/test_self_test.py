@@ -16,7 +16,7 @@ from rich.console import Console
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
-from strop.sandbox.supervisor.isolation_checks import CHECKS, CheckResult
+from strop.sandbox.supervisor.attacks import CHECKS, CheckResult
 from strop.sandbox.supervisor.node import Node
 from strop.sandbox.supervisor.self_test import Canaries, SelfTestReport, level_of, refusal, run_self_test
 

@@ -43,16 +43,17 @@ NUM_PAIRS = 32  # in one call and one child: more would amortise the fork better
 class FairQueue(Generic[_ItemT]):
     """Clients take turns, and within one client the oldest item is next.
 
-    An item waits for at most one item of every other client, however many these have. Every operation takes constant time. An
-    item is in the queue at most once.
+    An item waits for at most one item of every other client, however many these have. It is in the queue at most once.
     """
 
     def __init__(self) -> None:
         self._clients: OrderedDict[Hashable, OrderedDict[_ItemT, None]] = OrderedDict()  # next turn first; none is empty
-        self._length = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
 
     def __len__(self) -> int:
-        return self._length
+        return sum(map(len, self._clients.values()))
 
     def push(self, client: Hashable, item: _ItemT, *, is_first: bool = False) -> None:
         """Put the item after the others of its client, or with `is_first` before them."""
@@ -61,15 +62,11 @@ class FairQueue(Generic[_ItemT]):
         items[item] = None
         if is_first:
             items.move_to_end(item, last=False)
-        self._length += 1
 
     def pop(self) -> _ItemT:
-        """Remove the next item. Raises `IndexError` if there is none."""
-        if not self._length:
-            raise IndexError("pop from an empty queue")
+        """Remove the next item, if there is one."""
         client, items = next(iter(self._clients.items()))
         item, _ = items.popitem(last=False)
-        self._length -= 1
         if items:
             self._clients.move_to_end(client)
         else:
@@ -82,7 +79,6 @@ class FairQueue(Generic[_ItemT]):
         if items is None or item not in items:
             return False
         del items[item]
-        self._length -= 1
         if not items:
             del self._clients[client]
         return True

@@ -38,7 +38,6 @@ _PROBLEMS = {
     500: "An error of the service.",
     503: "The service is full, has no supervisor or is shutting down: try again a little later.",
 }
-_OF_A_CALL = (400, 401, 413, 500, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +49,33 @@ class Route:
     summary: str
     body: type | None = None
     replies: tuple[type, ...] = ()
-    problems: tuple[int, ...] = (401, 500)
     detail: str = ""
     is_open: bool = False
 
 
 ROUTES = (
-    Route("post", "/v1/run", "Run one program", RunRequest, (RunResult,), (400, 401, 410, 413, 500, 503),
+    Route("post", "/v1/run", "Run one program", RunRequest, (RunResult,),
         "The status is 200 for every outcome, also `rejected` and `overloaded`. A request that names a session is a cell of it."
         " When the connection is lost the program is ended; one with an `id` waits a little for the same request to come again,"
         " and both are one call."),
-    Route("post", "/v1/runs", "Run many programs", RunLine, (ResultLine, ErrorLine, StartLine), (401, 503),
+    Route("post", "/v1/runs", "Run many programs", RunLine, (ResultLine, ErrorLine, StartLine),
         "Each line is a call and starts as it arrives. Each answer is a line with the key of its call and leaves at once, in"
         " any order. Body and reply stream at the same time, so one request can serve a client for long. An empty line in the"
         " reply only says that the service is alive. A line that is no call is answered `rejected` and affects no other."
         " With the header `X-Strop-Starts`, a line also reports each call that a slot has taken and not answered soon."),
-    Route("post", "/v1/cancel", "End calls by their ids", CancelRequest, (CancelReply,), (400, 401, 413, 500)),
-    Route("post", "/v1/verify", "Compare mathematical answers", VerifyRequest, (VerdictLine, ErrorLine), _OF_A_CALL,
+    Route("post", "/v1/cancel", "End calls by their ids", CancelRequest, (CancelReply,)),
+    Route("post", "/v1/verify", "Compare mathematical answers", VerifyRequest, (VerdictLine, ErrorLine),
         "Verdicts are lines, in any order, each once. A last line with an `error` means that the rest is lost."),
-    Route("post", "/v1/tests", "Run a program against tests of its output", TestsRequest, (CodeTestReport,), _OF_A_CALL),
-    Route("post", "/v1/sessions", "Open a session", SessionLimits, (SessionReply,), _OF_A_CALL,
+    Route("post", "/v1/tests", "Run a program against tests of its output", TestsRequest, (CodeTestReport,)),
+    Route("post", "/v1/sessions", "Open a session", SessionLimits, (SessionReply,),
         "An empty body stands for the default limits."),
-    Route("post", "/v1/sessions/{session}/fork", "Copy a session, after the cells that were sent before", None, (SessionReply,),
-        (401, 410, 500, 503)),
+    Route("post", "/v1/sessions/{session}/fork", "Copy a session, after the cells that were sent before", None,
+        (SessionReply,)),
     Route("delete", "/v1/sessions/{session}", "Close a session; no error if it is gone", None, (SessionReply,)),
-    Route("get", "/v1/health", "Whether the service works", None, (Health,), (503,),
+    Route("get", "/v1/health", "Whether the service works", None, (Health,),
         "503 with the same body when it does not. Details only with a token.", is_open=True),
     Route("get", "/metrics", "Metrics for Prometheus"),
-    Route("get", "/openapi.json", "This description", problems=(), is_open=True),
+    Route("get", "/openapi.json", "This description", is_open=True),
 )  # fmt: skip
 
 
@@ -107,7 +105,7 @@ def description() -> dict[str, Any]:
 
 
 def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
-    problem = shapes[Health if Health in route.replies else ErrorReply]
+    problem, statuses = (shapes[Health], [503]) if route.is_open else (shapes[ErrorReply], list(_PROBLEMS))
     operation: dict[str, Any] = {
         "operationId": f"{route.method}_{route.path.strip('/').replace('/', '_').translate(str.maketrans('', '', '{}.'))}",
         "summary": route.summary,
@@ -116,7 +114,7 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
         "responses": {"200": {"description": "As asked.", "content": _reply(route, shapes)}}
         | {
             str(status): {"description": _PROBLEMS[status], "content": {"application/json": {"schema": problem}}}
-            for status in route.problems
+            for status in statuses
         },
     }
     if route.is_open:

@@ -62,10 +62,15 @@ class Node(CodeService):
         self._pools: dict[str, ForkServerPool] = {}
         self._watchdog = Watchdog(self._slots)
         self._tick_timer: asyncio.TimerHandle | None = None
-        self._starting = asyncio.Lock()
-        self._closed = asyncio.Event()
-        self._is_tested = False
-        self._opened_sessions: Sessions | None = None
+        self._is_closed = False
+        self._sessions = Sessions(
+            level=self.level,
+            pool=self._pool,
+            slots=self._slots,
+            watch=self._watch,
+            max_sessions=self.config.max_sessions,
+            node=name,
+        )
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -77,26 +82,18 @@ class Node(CodeService):
         await self.close()
 
     async def start(self) -> None:
-        """Start the first fork servers and test the level of isolation by attacks. Safe to call twice.
+        """Start the first fork servers and test the level of isolation by attacks. Before any call.
 
         Raises:
             UserError: this machine cannot give `config.min_level`; the message says what is missing.
         """
-        self._refuse_if_closed()
-        if self._is_tested:
-            return
-        async with self._starting:
-            if self._is_tested:
-                return
-            self._refuse_if_closed()
-            _raise_descriptor_limit()
-            remove_leftovers()
-            await self._find_level()
-            self._is_tested = True
-            await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))
+        _raise_descriptor_limit()
+        remove_leftovers()
+        await self._find_level()
+        self._sessions.level = self.level
+        await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))
 
     async def run(self, request: RunRequest) -> RunResult:
-        await self.start()
         if request.session:
             return await self._sessions.run(request)
         arrived_at = time.monotonic()
@@ -112,19 +109,16 @@ class Node(CodeService):
         server = await self._pool(request.profile or profile_of(request.code)).server()
         facts = await self._watch(Call(server.take(), request, admitted_at=admitted_at))
         if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
-            raise MachineError("the sandbox was closed" if self._closed.is_set() else "its fork server died")
+            raise MachineError("the sandbox was closed" if self._is_closed else "its fork server died")
         result = to_result(facts, request, level=self.level, queue_s=queue_s, node=self.name)
         if result.outcome is RunOutcome.INTERNAL:
             raise MachineError(result.reason)
         return result
 
-    async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
-        await self.start()
-        async for index, verdict in verify(self._verify_child, request):
-            yield index, verdict
+    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        return verify(self._verify_child, request)
 
     async def open_session(self, limits: SessionLimits) -> str:
-        await self.start()
         return await self._sessions.open(limits)
 
     async def fork_session(self, session: str) -> str:
@@ -135,11 +129,10 @@ class Node(CodeService):
         self._sessions.close_session(session)
 
     async def close(self) -> None:
-        self._closed.set()
+        self._is_closed = True
         if self._tick_timer is not None:
             self._tick_timer.cancel()
-        if self._opened_sessions is not None:
-            await self._opened_sessions.close()
+        await self._sessions.close()
         self._close_pools()
 
     async def _verify_child(self) -> VerifyChild:
@@ -152,7 +145,7 @@ class Node(CodeService):
             raise
 
     def _refuse_if_closed(self) -> None:
-        if self._closed.is_set():
+        if self._is_closed:
             raise MachineError("the sandbox was closed; a call came after that, or was still waiting")
 
     def _levels(self) -> list[IsolationLevel]:
@@ -216,20 +209,6 @@ class Node(CodeService):
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-
-    @property
-    def _sessions(self) -> Sessions:
-        """The sessions, at the tested level."""
-        if self._opened_sessions is None:
-            self._opened_sessions = Sessions(
-                self.level,
-                pool=self._pool,
-                slots=self._slots,
-                watch=self._watch,
-                max_sessions=self.config.max_sessions,
-                node=self.name,
-            )
-        return self._opened_sessions
 
     async def _watch(self, call: Execution) -> FinishedCall:
         self._watchdog.add(call)

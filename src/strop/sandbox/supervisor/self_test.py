@@ -2,7 +2,7 @@
 
     report = await run_self_test(run, level, canaries=planted before the fork servers started)  ->  level_of(report)
 
-`attacks` holds the programs, `isolation_checks` what each level promises and how the evidence is judged.
+`attacks` holds the programs, what each level promises, and how the evidence is judged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rich.table import Table
 from strop.errors import UserError
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult
 from strop.sandbox.supervisor import attacks
+from strop.sandbox.supervisor.attacks import CHECKS, MAX_PROCESSES, CheckResult, Evidence, namespaces_of
 from strop.sandbox.supervisor.directories import Directory
-from strop.sandbox.supervisor.isolation_checks import CHECKS, MAX_PROCESSES, CheckResult, Evidence, namespaces_of
 
 _NAME = "STROP_CANARY"
 _MEMORY_MIB, _FILE_MIB = 64, 1  # limits of the attacks

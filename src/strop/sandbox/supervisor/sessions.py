@@ -71,16 +71,15 @@ class Sessions:
 
     def __init__(
         self,
-        level: IsolationLevel,
         *,
+        level: IsolationLevel,
         pool: Callable[[str], ForkServerPool],
         slots: Slots,
         watch: Callable[[Cell], Awaitable[FinishedCall]],
         max_sessions: int,
         node: str,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._level = level
+        self.level = level
         self._pool = pool
         self._slots = slots
         self._watch = watch
@@ -125,7 +124,7 @@ class Sessions:
             self._num_starting += 1
             self._begin(session)
             try:
-                session.interpreter, copy = await forking.fork(session.interpreter, level=self._level, helper=self._helper)
+                session.interpreter, copy = await forking.fork(session.interpreter, level=self.level, helper=self._helper)
             except SessionLost as error:
                 self._lose(session, str(error))
                 raise
@@ -177,7 +176,7 @@ class Sessions:
             raise
         if facts.ended.is_lost:
             self._require_alive(session)
-        return to_result(facts, request, level=self._level, queue_s=admitted_at - arrived_at, node=self._node)
+        return to_result(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self._node)
 
     def close_session(self, name: str) -> None:
         """Safe to call twice, and for one that was lost."""
@@ -203,7 +202,7 @@ class Sessions:
             0,
         )
         try:
-            if self._level.rank >= IsolationLevel.NAMESPACES.rank:
+            if self.level.rank >= IsolationLevel.NAMESPACES.rank:
                 self._helper.start()  # so that the first fork does not wait for it
             child, line = (await self._pool(limits.profile).server()).take_session(work)
         except OSError as error:
@@ -231,7 +230,7 @@ class Sessions:
         self._sessions[session.name] = session
         self._end(session)
         if self._check_timer is None:
-            self._check_timer = self._loop.call_later(_CHECK_S, self._check_all)
+            self._check_timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check_all)
         return session
 
     async def _play(self, session: _Session, cell: Cell) -> FinishedCall:
@@ -274,8 +273,8 @@ class Sessions:
             return
         session.idle.begin()
         interpreter.on_end = lambda: self._end(session)
-        lease_s = session.limits.lease_s
-        session.lease = self._loop.call_later(lease_s, self._lose, session, f"its lease of {lease_s:g} s ran out")
+        lease_s, loop = session.limits.lease_s, asyncio.get_running_loop()
+        session.lease = loop.call_later(lease_s, self._lose, session, f"its lease of {lease_s:g} s ran out")
 
     def _lose(self, session: _Session, reason: str) -> None:
         if session.lost_for:
@@ -295,7 +294,7 @@ class Sessions:
 
     def _check_all(self) -> None:
         """Check the sessions between their cells, where they hold no slot and so may do little."""
-        self._check_timer = self._loop.call_later(_CHECK_S, self._check_all) if self._sessions else None
+        self._check_timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check_all) if self._sessions else None
         for session in list(self._sessions.values()):
             if session.is_busy:
                 continue
@@ -323,10 +322,10 @@ class Sessions:
             )
 
     def _require_depth(self, session: _Session) -> None:
-        if self._level.rank < IsolationLevel.NAMESPACES.rank:
+        if self.level.rank < IsolationLevel.NAMESPACES.rank:
             raise UserError(
-                f"a session can be forked at level L2 or above, and this node runs programs at L{self._level.rank}"
-                f" ({self._level.value}): without namespaces a copy would not be isolated from its origin. Open a new"
+                f"a session can be forked at level L2 or above, and this node runs programs at L{self.level.rank}"
+                f" ({self.level.value}): without namespaces a copy would not be isolated from its origin. Open a new"
                 " session and run its cells again, or allow namespaces."
             )
         if session.interpreter.depth >= forking.MAX_DEPTH:
