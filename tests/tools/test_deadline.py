@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from scripted_node import ScriptedNode
 from strop.config import validate
 from strop.deadline import clock_stopped, deadline
 from strop.sandbox import ScriptedSandbox
-from strop.sandbox.scripted import ScriptedNode
 from strop.tools import Python, PythonTool, Tool, tool
 from strop.tools.limits import NoisyTool, capped
 from strop.tools.mcp import Mcp

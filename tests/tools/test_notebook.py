@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from scripted_node import ScriptedNode
 from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox import IsolationLevel, LocalSandbox, RunOutcome, SandboxConfig, ScriptedSandbox, scripted_result
 from strop.sandbox.protocol import RunRequest, RunResult
-from strop.sandbox.scripted import ScriptedNode
 from strop.tools import Python, PythonTool, Tool
 from strop.tools.notebook import NEW_NOTEBOOK
 from strop.types import ToolOutcome

@@ -16,6 +16,7 @@ import pytest
 from test_mcp import STDIO
 from web_server import Answer, Asked, serving
 
+from scripted_node import ScriptedNode
 from strop.config import Config, validate
 from strop.engine import CompletionRequest, ScriptedEngine
 from strop.errors import ConfigError
@@ -25,7 +26,6 @@ from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.player import Judge, NullObserver, Player, SamplingConfig, collect
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import LocalSandbox, SandboxConfig, ScriptedSandbox
-from strop.sandbox.scripted import ScriptedNode
 from strop.stages.model import make_tokenizer
 from strop.tools import Python, PythonTool, Tool, ToolKind, open_tools, tool
 from strop.tools.limits import capped

@@ -24,7 +24,7 @@ from strop.sandbox.inside.verify import STARTED
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.supervisor.verification import CRASHES, VERDICTS, compare_exactly
 
-_COMMAND = (sys.executable, "-P", str(Path(verify.__file__).with_name("boot.py")), "verify")  # -P: not from that folder
+_BOOT = str(Path(verify.__file__).with_name("boot.py"))
 _START_S = 120.0  # importing sympy on a busy machine
 
 
@@ -118,7 +118,9 @@ class ProcessVerifier:
             self._processes.add(process)
         try:
             if process.read_line(_START_S) != STARTED:
-                raise MachineError(f"the process that compares answers did not start. Try it: {' '.join(_COMMAND)}")
+                raise MachineError(
+                    f"the process that compares answers did not start. Try it: {sys.executable} -P {_BOOT} verify"
+                )
         except BaseException as error:
             self._end(process)
             if isinstance(error, TimeoutError):
@@ -139,7 +141,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            _COMMAND,
+            [sys.executable, "-P", _BOOT, "verify"],  # -P: do not import from the folder of the script
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

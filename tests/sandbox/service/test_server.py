@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ ANY_LEVEL = SandboxConfig(min_level=IsolationLevel.PROCESS, max_running=2, fork_
 def process(port: int, *, grace_s: float = 10.0, latency_s: float = 0.05, slots: int = 4) -> Iterator[subprocess.Popen[bytes]]:
     """A scripted service as a process of its own."""
     script = Path(__file__).with_name("scripted_process.py")
-    running = subprocess.Popen([sys.executable, str(script), *map(str, (port, grace_s, latency_s, slots))])
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    arguments = [sys.executable, str(script), *map(str, (port, grace_s, latency_s, slots))]
+    running = subprocess.Popen(arguments, env=environment)
     try:
         yield running
     finally:
