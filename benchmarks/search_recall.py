@@ -22,9 +22,8 @@ from typing import Any
 from search_corpora import facts, write_corpus
 
 from strop.run_directory import write_json, write_text
-from strop.tools.search.bm25 import Bm25Config, Bm25Index
-from strop.tools.search.corpus import read_corpus
-from strop.tools.search.protocol import Passage
+from strop.tools.search import Passage
+from strop.tools.search.bm25 import Bm25Config, Bm25Index, read_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -113,16 +113,16 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "simulation": 918,  # 900
     "stages": 6327,  # 3800
     "tasks": 2891,  # 2200
-    "tools": 2518,  # 2000
+    "tools": 2460,  # 2000
     "training": 4993,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 328  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_006  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_766  # goal: 52 000
+    assert len(FILES) <= 325  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_969  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_708  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from strop.rollout.tool_calls import argument_problem
-from strop.tools.schema import parameters_schema
+from strop.tools.function import parameters_schema
 
 SCHEMA = {
     "type": "object",

@@ -10,7 +10,7 @@ from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox
 from strop.tools import Python, PythonTool
-from strop.tools.limits import LimitedTool
+from strop.tools.limits import CallLimits, LimitedTool
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.types import Completion, FinishReason, StopReason, Task, ToolOutcome
 
@@ -163,7 +163,7 @@ def test_a_call_beyond_the_tool_budget_ends_the_rollout_and_is_not_run():
 
 def test_calls_beyond_a_tools_own_limit_are_refused_and_the_rollout_goes_on():
     tool = Adder()
-    limited = environment(LimitedTool(tool, 2))
+    limited = environment(LimitedTool(tool, CallLimits(max_calls=2)))
     first, second, third = play(limited, *(completion(each) for each in (call(), call() * 2, call() + call(name="subtract"))))
     assert outcomes(first) == [ToolOutcome.STDOUT]
     assert outcomes(second) == [ToolOutcome.STDOUT, ToolOutcome.REJECTED]
@@ -175,7 +175,7 @@ def test_calls_beyond_a_tools_own_limit_are_refused_and_the_rollout_goes_on():
 
 def test_a_branch_has_what_is_left_of_a_tools_own_limit():
     async def branch():
-        parent = environment(LimitedTool(Adder(), 2))
+        parent = environment(LimitedTool(Adder(), CallLimits(max_calls=2)))
         await parent.start()
         await parent.step(completion(call()), num_tokens_left=PLENTY)
         child = await parent.fork(seed=1)

@@ -14,9 +14,9 @@ from strop.config import validate
 from strop.deadline import clock_stopped, deadline
 from strop.sandbox import ScriptedSandbox
 from strop.tools import Python, PythonTool, Tool, tool
-from strop.tools.limits import NoisyTool, capped
+from strop.tools.limits import CallLimits, NoisyTool, limited
 from strop.tools.mcp import Mcp
-from strop.tools.search import Search
+from strop.tools.search.tool import Search
 from strop.types import ToolOutcome
 
 
@@ -131,7 +131,7 @@ def test_a_search_is_as_long_as_its_backend_takes(
 def test_a_tool_around_another_keeps_its_limits() -> None:
     async def run() -> list[float]:
         inner = tool(_hang, wall_s=7.0)
-        [behind_cap] = capped([inner], 1)
+        [behind_cap] = limited([inner], CallLimits(max_running=1), key="tools.own")
         notebook = PythonTool(ScriptedNode(answer={}), Python.Config(stateful=True, wall_s=2.0))
         around: list[Tool] = [behind_cap, NoisyTool(inner), await notebook.start(seed=0)]
         return [each.longest_call_s for each in [*around, *[await each.fork() for each in around]]]

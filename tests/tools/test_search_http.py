@@ -20,8 +20,8 @@ from strop.errors import ToolBroken, UserError
 from strop.http import ServiceRefused
 from strop.sandbox import ScriptedSandbox
 from strop.tools import ToolResult
-from strop.tools.search import Search, SearchTool
 from strop.tools.search.cached_results import Origin, ResultFile, read_results
+from strop.tools.search.tool import Search, SearchTool
 from strop.types import ToolOutcome
 
 _ResultT = TypeVar("_ResultT")

@@ -28,7 +28,7 @@ from strop.rollout.prompt import load_prompt
 from strop.sandbox import LocalSandbox, SandboxConfig, ScriptedSandbox
 from strop.stages.model import make_tokenizer
 from strop.tools import Python, PythonTool, Tool, ToolKind, open_tools, tool
-from strop.tools.limits import capped
+from strop.tools.limits import CallLimits, limited
 from strop.types import Group, Task, ToolOutcome
 
 CHAT = ChatFormat(make_tokenizer([], vocab_size=300))
@@ -153,7 +153,7 @@ def test_a_call_that_waits_behind_the_cap_for_longer_than_the_deadline_is_not_vo
 
     async def run() -> tuple[Group, float]:
         began = time.monotonic()
-        tools = capped([work], 1)
+        tools = limited([work], CallLimits(max_running=1), key="tools.work")
         group = await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=6, num_calls=4, deadline_s=0.9)
         return group, time.monotonic() - began
 
@@ -175,7 +175,7 @@ def test_a_call_that_hangs_behind_the_cap_still_meets_its_deadline_and_lets_the_
         return "done"
 
     async def run() -> Group:
-        tools = capped([work], 1)
+        tools = limited([work], CallLimits(max_running=1), key="tools.work")
         return await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=3, deadline_s=0.3)
 
     group = asyncio.run(run())
@@ -235,7 +235,7 @@ def test_no_more_calls_of_a_tool_run_at_once_than_it_may_over_all_rollouts() -> 
         return "done"
 
     async def run() -> Group:
-        tools = capped([work], 3)
+        tools = limited([work], CallLimits(max_running=3), key="tools.work")
         return await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=8, num_calls=2)
 
     group = asyncio.run(run())
@@ -251,7 +251,7 @@ def test_a_call_that_gave_up_its_place_in_the_queue_does_not_keep_it() -> None:
         return "done"
 
     async def run() -> float:
-        [one_at_a_time] = capped([work], 1)
+        [one_at_a_time] = limited([work], CallLimits(max_running=1), key="tools.work")
         calls = [asyncio.ensure_future(one_at_a_time.call({"seconds": 30}, seed=0)) for _ in range(3)]
         await asyncio.sleep(0.01)
         for each in calls:

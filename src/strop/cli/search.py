@@ -37,7 +37,7 @@ def ask(
 ) -> None:
     """Show the best passages for a query."""
     from strop.reports.terminal import printable
-    from strop.tools.search.protocol import as_pages
+    from strop.tools.search import as_pages
 
     opened = _open(corpus, language, index)
     started_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tools around other tools: a limit of calls at once, and the control conditions of evaluations."""
+"""Tools around other tools: the limits of a recipe, and the control conditions of evaluations."""
 
 from __future__ import annotations
 
@@ -70,24 +70,37 @@ class WrappedTool(Tool):
         await self._tool.close()
 
 
-class CappedTool(WrappedTool):
-    """Another tool, of which only so many calls run at once; the others wait in the order in which they came.
+class LimitedTool(WrappedTool):
+    """Another tool, with the description and the limits that its table in the recipe gives it.
 
-    The wait counts against no limit of a call. A function that runs past its limit in its thread no longer counts.
+    Of the tools that share `places` only so many calls run at once; the others wait in the order in which they came. The wait
+    counts against no limit of a call. A function that runs past its limit in its thread no longer counts.
     """
 
-    def __init__(self, tool: Tool, places: asyncio.Semaphore) -> None:
+    def __init__(self, tool: Tool, config: CallLimits, places: asyncio.Semaphore | None = None) -> None:
         super().__init__(tool)
-        self._places = places
+        self._config, self._places = config, places
 
     @property
     def function(self) -> Callable[..., Any]:
         return getattr(self._tool, "function", type(self._tool))
 
+    @property
+    def spec(self) -> ToolSpec:
+        own = self._tool.spec
+        description, parameters = self._config.description or own.description, self._config.parameters or own.parameters
+        return replace(own, description=description, parameters=parameters)
+
+    @property
+    def max_calls(self) -> int | None:
+        return self._tool.max_calls if self._config.max_calls is None else self._config.max_calls
+
     def around(self, tool: Tool) -> Tool:
-        return CappedTool(tool, self._places)
+        return LimitedTool(tool, self._config, self._places)
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+        if self._places is None:
+            return await super().call(arguments, seed=seed)
         with clock_stopped():
             await self._places.acquire()
         try:
@@ -96,46 +109,19 @@ class CappedTool(WrappedTool):
             self._places.release()
 
 
-class LimitedTool(WrappedTool):
-    """Another tool, of which a rollout may make only so many calls."""
+def limited(tools: Sequence[Tool], config: CallLimits, *, key: str) -> Sequence[Tool]:
+    """`tools` with the description and the limits of `config`; together they share its `max_running`.
 
-    def __init__(self, tool: Tool, max_calls: int) -> None:
-        super().__init__(tool)
-        self._max_calls = max_calls
-
-    @property
-    def max_calls(self) -> int | None:
-        return self._max_calls
-
-    def around(self, tool: Tool) -> Tool:
-        return LimitedTool(tool, self._max_calls)
-
-
-class DescribedTool(WrappedTool):
-    """Another tool that the prompt describes in other words."""
-
-    def __init__(self, tool: Tool, spec: ToolSpec) -> None:
-        super().__init__(tool)
-        self._spec = spec
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
-
-    def around(self, tool: Tool) -> Tool:
-        return DescribedTool(tool, self._spec)
-
-
-def described(tools: Sequence[Tool], config: CallLimits, *, key: str) -> Sequence[Tool]:
-    """`tools` with the description and the parameters of `config`. Raises `ConfigError` if there are several for one."""
-    if not config.description and not config.parameters:
+    Raises:
+        ConfigError: it describes one tool, and there are several.
+    """
+    if not (config.description or config.parameters or config.max_running) and config.max_calls is None:
         return tools
-    if len(tools) != 1:
+    if (config.description or config.parameters) and len(tools) != 1:
         names = ", ".join(tool.spec.name for tool in tools)
         raise ConfigError(f"{key}.description: the table brings several tools ({names}). Give each a table of its own (only).")
-    own = tools[0].spec
-    spec = replace(own, description=config.description or own.description, parameters=config.parameters or own.parameters)
-    return tools if spec == own else [DescribedTool(tools[0], spec)]
+    places = None if config.max_running is None else asyncio.Semaphore(config.max_running)
+    return [LimitedTool(tool, config, places) for tool in tools]
 
 
 class NoisyTool(WrappedTool):
@@ -165,14 +151,6 @@ class AbsentTool(Tool):
         return ToolResult(outcome=ToolOutcome.ERROR, text="Error: no tool is available.", duration_s=0.0)
 
 
-def capped(tools: Sequence[Tool], max_running: int | None) -> Sequence[Tool]:
-    """`tools`, of which together at most `max_running` calls run at once."""
-    if max_running is None:
-        return tools
-    places = asyncio.Semaphore(max_running)
-    return [CappedTool(tool, places) for tool in tools]
-
-
 @asynccontextmanager
 async def open_tools(kinds: Mapping[str, ToolKind], runner: CodeRunner) -> AsyncIterator[tuple[Tool, ...]]:
     """The tools of `kinds`, in their order, for the time of an `async with`; those of one kind share its `max_running`.
@@ -188,9 +166,5 @@ async def open_tools(kinds: Mapping[str, ToolKind], runner: CodeRunner) -> Async
         tools: list[Tool] = []
         for name, kind in kinds.items():
             opened = await kind.open(stack, runner, key=f"tools.{name}")
-            if isinstance(config := kind.config, CallLimits):
-                opened = capped(described(opened, config, key=f"tools.{name}"), config.max_running)
-                if config.max_calls is not None:
-                    opened = [LimitedTool(tool, config.max_calls) for tool in opened]
-            tools += opened
+            tools += limited(opened, kind.config, key=f"tools.{name}") if isinstance(kind.config, CallLimits) else opened
         yield tuple(tools)

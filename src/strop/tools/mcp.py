@@ -22,10 +22,10 @@ from pydantic_core import to_json
 
 from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner
+from strop.tools.function import parameters_schema
 from strop.tools.limits import CallLimits
 from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.tools.python import shorten
-from strop.tools.schema import parameters_schema
 from strop.types import ToolOutcome
 
 if TYPE_CHECKING:

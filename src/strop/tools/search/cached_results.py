@@ -24,7 +24,7 @@ from strop.config import Config
 from strop.errors import UserError
 from strop.run_directory import LineWriter, is_whole_line
 from strop.tools.protocol import encodable
-from strop.tools.search.protocol import Backend
+from strop.tools.search import Backend
 
 _PREFIX = re.compile(r"^(search )?query:\s*")
 

@@ -24,8 +24,8 @@ from strop.deadline import clock_stopped
 from strop.errors import ToolBroken, UserError
 from strop.http import PatientClient, ServiceLimits, ServiceRefused, read_key
 from strop.tools.protocol import encodable
+from strop.tools.search import Backend, Passage, QueryRefused, as_pages
 from strop.tools.search.cached_results import Origin, ResultFile
-from strop.tools.search.protocol import Backend, Passage, QueryRefused, as_pages
 
 _MAX_PAUSE_S = 15.0
 _PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key|language|market)\}")

@@ -11,8 +11,8 @@ from typing import Any
 
 from strop.errors import UserError
 from strop.run_directory import parse_json
+from strop.tools.search import Passage
 from strop.tools.search.bm25 import Bm25Index
-from strop.tools.search.protocol import Passage
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

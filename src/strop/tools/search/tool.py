@@ -13,10 +13,10 @@ from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
 from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.tools.python import shorten
+from strop.tools.search import Backend, QueryRefused
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.tools.search.cached_results import KeptConfig, KeptResults
 from strop.tools.search.http import AnyServiceConfig, BrightDataConfig, HttpSearch, RetrieverConfig, SerperConfig
-from strop.tools.search.protocol import Backend, QueryRefused
 from strop.types import ToolOutcome
 
 NOTHING_FOUND = "No search results found."  # ARPO's words
