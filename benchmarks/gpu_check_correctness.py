@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Aggregation
-from strop.engine import CompletionRequest, EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.protocol import CompletionRequest
+from strop.engine.torch.engine import TorchEngine
 from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 from strop.types import Completion

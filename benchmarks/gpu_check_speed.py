@@ -14,7 +14,9 @@ from gpu_check_machine import Machine, median, or_out_of_memory
 from gpu_check_models import Costs
 
 from strop.algorithms import GRPO
-from strop.engine import CompletionRequest, EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.protocol import CompletionRequest
+from strop.engine.torch.engine import TorchEngine
 from strop.training import TokenBatch, Trainer, TrainerConfig
 
 ROWS = 64

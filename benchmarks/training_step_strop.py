@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 
 from strop.algorithms import GRPO, Aggregation
 from strop.algorithms.grpo import group_normalized_advantages
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
+from strop.engine.torch.engine import TorchEngine
 from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 from strop.types import Completion

@@ -28,7 +28,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from strop import cs336
-from strop.engine import CompletionRequest, EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.protocol import CompletionRequest
+from strop.engine.torch.engine import TorchEngine
 from strop.evaluation.statistics import average_at_k
 from strop.run_directory import read_json, read_lines, write_json, write_text
 from strop.runs.lineage import digest_of

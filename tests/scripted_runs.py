@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from faulty_engine import FaultyEngine
 from strop.config import validate
-from strop.engine.scripted import ScriptedEngine
 from strop.pipeline.run import TrainResult, train
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import read_json, read_lines
@@ -110,7 +110,7 @@ def sometimes_right(conversation, draw):
     return answer(draw.choice([outputs[-1], outputs[-1], "1"]))
 
 
-class RecordingEngine(ScriptedEngine):
+class RecordingEngine(FaultyEngine):
     """Keeps what it answered, and answers after a time that nobody can foresee, so that no two runs have one order."""
 
     def __init__(self, policy, **options):

@@ -16,7 +16,8 @@ from pydantic import TypeAdapter
 from scripted_runs import Watching, answer, call, make_recipe, run_recipe, sums_and_errors, untimed
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.torch.engine import TorchEngine
 from strop.errors import CannotLearnError, WeightsNotProven
 from strop.rewards import make_reward
 from strop.rollout.environment import RolloutLimits, ToolEnvironments

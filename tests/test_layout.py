@@ -93,7 +93,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2359,  # 1400
+    ".": 2286,  # 1400
     "algorithms": 2053,
     "analysis": 1087,  # 900
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
@@ -101,7 +101,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1257,
     "curation": 1596,  # 1600
     "doctor": 1649,
-    "engine": 6648,  # 6000
+    "engine": 6332,  # 6000
     "evaluation": 1604,  # 1400
     "pipeline": 1541,
     "recipe": 1069,
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 325  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_969  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_708  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 45_656  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_319  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

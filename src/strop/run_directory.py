@@ -358,27 +358,11 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def updates(self) -> Path:
-        """Of stages whose steps may have several updates, a line for each; of others a step's line is its update's."""
-        return self.path / "updates.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
+        self.manifest = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.updates = path / "updates.jsonl"  # a line for each update, of stages whose steps may have several
+        self.events = path / "events.jsonl"
+        self.report = path / "report.html"
 
     def stage(self, name: str) -> StageDirectory:
         return StageDirectory(self.path / "stages" / name)
@@ -389,40 +373,16 @@ class StageDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def model(self) -> Path:
-        """The stage's product: a directory that `transformers` loads."""
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """The adapter of the last policy, if `trainer.lora` is set: a directory that `peft` loads."""
-        return self.path / "adapter"
-
-    @property
-    def best(self) -> Path:
-        """The most accurate policy that a validation found, likewise."""
-        return self.path / "best"
-
-    @property
-    def done(self) -> Path:
-        """Written last: while it is missing, the stage is not finished."""
-        return self.path / "done.json"
-
-    @property
-    def lineage(self) -> Path:
-        """The digests of what the stage depends on."""
-        return self.path / "lineage.json"
-
-    @property
-    def stale(self) -> Path:
-        """Why what the stage made is not what the run's recipe and data would make now; missing where it is."""
-        return self.path / "stale.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        self.model = path / "model"  # the stage's product: a directory that `transformers` loads
+        self.adapter = path / "adapter"  # of the last policy, if `trainer.lora` is set: a directory that `peft` loads
+        self.best = path / "best"  # the most accurate policy that a validation found, as `model`
+        self.done = path / "done.json"  # written last: while it is missing, the stage is not finished
+        self.lineage = path / "lineage.json"  # the digests of what the stage depends on
+        self.stale = path / "stale.json"  # why the recipe and data would now give another result; missing if they would not
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"  # what engines with processes of their own print
+        self.skipped = path / "skipped"  # batches of updates that were not finite
+        self.evaluation = path / "eval" / "result.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
@@ -435,27 +395,13 @@ class StageDirectory:
         """Why each rollout of the step was kept or dropped, and its advantage."""
         return self.path / "rollouts" / f"step-{step:06d}.selection.json"
 
-    def validation(self, step: int) -> Path:
-        """The rollouts of held-out tasks after the step, likewise."""
-        return self.path / "validation" / f"step-{step:06d}.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        """What engines with processes of their own print."""
-        return self.path / "logs"
-
     def timeline(self, step: int) -> Path:
         """What the engines did while the step was played."""
         return self.path / "rollouts" / f"step-{step:06d}.timeline.json"
 
-    @property
-    def skipped(self) -> Path:
-        """Batches of updates that were not finite."""
-        return self.path / "skipped"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "eval" / "result.json"
+    def validation(self, step: int) -> Path:
+        """The rollouts of held-out tasks after the step, as `rollouts`."""
+        return self.path / "validation" / f"step-{step:06d}.jsonl"
 
 
 def cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]:

@@ -52,42 +52,23 @@ class ToolOutcome(StrEnum):
     @property
     def is_error(self) -> bool:
         """True where rStar2-Agent's Eq. 4 counts an error: the agent's mistakes, none of ours."""
-        return self in _ERROR_OUTCOMES
+        return self not in (*_RAN_WELL, *_STOPPED_BY_US)
 
     @property
     def is_counted(self) -> bool:
         """True for a call of Eq. 4, wrong or not; a call that a limit of ours kept from being read or run is none."""
-        return self not in (ToolOutcome.TOO_MANY_CALLS, ToolOutcome.NOT_RUN)
+        return self not in _STOPPED_BY_US
 
     @property
     def is_dispatched(self) -> bool:
         """True where a tool was asked and gave the result; any other call was answered, or dropped, before it reached one."""
-        return self in _DISPATCHED_OUTCOMES
+        return self not in (*_NEVER_REACHED_A_TOOL, *_STOPPED_BY_US)
 
 
-_ERROR_OUTCOMES = frozenset(
-    {
-        ToolOutcome.ERROR,
-        ToolOutcome.TIMEOUT,
-        ToolOutcome.KILLED,
-        ToolOutcome.REJECTED,
-        ToolOutcome.MALFORMED,
-        ToolOutcome.UNCLOSED,
-        ToolOutcome.UNKNOWN_TOOL,
-        ToolOutcome.WRONG_ARGUMENTS,
-    }
-)
-_DISPATCHED_OUTCOMES = frozenset(
-    {
-        ToolOutcome.STDOUT,
-        ToolOutcome.ECHO,
-        ToolOutcome.EMPTY,
-        ToolOutcome.ERROR,
-        ToolOutcome.TIMEOUT,
-        ToolOutcome.KILLED,
-        ToolOutcome.REJECTED,
-    }
-)
+# Not calls of Eq. 4: a limit of ours kept them from being read or run.
+_STOPPED_BY_US = (ToolOutcome.TOO_MANY_CALLS, ToolOutcome.NOT_RUN)
+_RAN_WELL = (ToolOutcome.STDOUT, ToolOutcome.ECHO, ToolOutcome.EMPTY)
+_NEVER_REACHED_A_TOOL = (ToolOutcome.MALFORMED, ToolOutcome.UNCLOSED, ToolOutcome.UNKNOWN_TOOL, ToolOutcome.WRONG_ARGUMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

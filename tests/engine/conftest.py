@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from strop.cluster import connection
-from strop.engine import ActorEngine, EngineConfig
+from strop.engine.actor import ActorEngine
+from strop.engine.config import EngineConfig
 
 from .servers import vllm_servers
 from .servers.vllm_servers import VllmHome

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from strop.engine import CompletionRequest, InferenceEngine, NamedTensor, Publication, weights_checksum
-from strop.engine.publication import WeightSource
+from strop.engine.protocol import CompletionRequest, InferenceEngine, NamedTensor, weights_checksum
+from strop.engine.publication import Publication, WeightSource
 from strop.engine.published_files import write_files
 
 VOCAB_SIZE = 67

@@ -17,8 +17,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from strop.engine import ActorEngine, EngineConfig, Publication, TorchEngine, actor
+from strop.engine import actor
+from strop.engine.actor import ActorEngine
+from strop.engine.config import EngineConfig
 from strop.engine.protocol import Probe
+from strop.engine.publication import Publication
+from strop.engine.torch.engine import TorchEngine
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -352,7 +356,8 @@ _STARTER = """
 import asyncio, os, sys
 from pathlib import Path
 from typing import Any
-from strop.engine import ActorEngine, EngineConfig
+from strop.engine.actor import ActorEngine
+from strop.engine.config import EngineConfig
 
 async def start(model, folder):
     engine = await ActorEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")

@@ -6,9 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
-from strop.engine.protocol import Entropies, Truncation
+from faulty_engine import FaultyEngine
+from strop.engine.config import EngineConfig
+from strop.engine.protocol import CompletionRequest, Entropies, InferenceEngine, Truncation, weights_checksum
 from strop.engine.servers.engine import ServerEngine
+from strop.engine.torch.engine import TorchEngine
 from strop.errors import EngineLost, RequestTooLong, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -27,7 +29,7 @@ _CONFIG = EngineConfig(slots=SLOTS, max_length=MAX_LENGTH, device="cpu", threads
 
 
 async def _scripted(_: Callable) -> InferenceEngine:
-    return ScriptedEngine(_count_up, latency_s=0.01, max_request_tokens=MAX_LENGTH, max_running=SLOTS, policy_version=-1)
+    return FaultyEngine(_count_up, latency_s=0.01, max_request_tokens=MAX_LENGTH, max_running=SLOTS, policy_version=-1)
 
 
 async def _torch(_: Callable) -> InferenceEngine:

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.weights import Matrix
 
 from .support import VOCAB_SIZE, make_model, make_request, publish

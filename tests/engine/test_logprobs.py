@@ -6,7 +6,8 @@ import copy
 import pytest
 import torch
 
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.torch.engine import TorchEngine
 
 from .support import MODEL_NAMES, VOCAB_SIZE, make_model, make_request, publish
 

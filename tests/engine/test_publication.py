@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.engine import Publication, published_files, weights_checksum
+from strop.engine import published_files
 from strop.engine.model_directory import ModelFacts, directory_checksum, tensors_in
-from strop.engine.protocol import checksum_of, digests_of
+from strop.engine.protocol import checksum_of, digests_of, weights_checksum
+from strop.engine.publication import Publication
 from strop.engine.published_files import write_files
 from strop.engine.servers.extension import strop_vllm_worker
 from strop.errors import MachineError, ModelError, WeightsNotProven

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from strop.engine import Fault, Reply, ScriptedEngine
+from faulty_engine import Fault, FaultyEngine
 from strop.engine.protocol import check_completion
+from strop.engine.scripted import Reply
 from strop.errors import EngineLost, StropError, WeightsNotProven
 
 from .support import make_model, make_request, publish
@@ -19,25 +20,25 @@ def _complete(engine, *requests):
 
 
 def test_a_list_is_given_in_order_of_arrival_and_requests_are_recorded():
-    engine = ScriptedEngine([[1, 2], [3]])
+    engine = FaultyEngine([[1, 2], [3]])
     requests = [make_request("a", [9]), make_request("b", [9])]
     assert [completion.ids for completion in _complete(engine, *requests)] == [(1, 2), (3,)]
     assert engine.requests == requests
 
 
 def test_a_mapping_is_given_by_request_id():
-    engine = ScriptedEngine({"a": [1], "b": [2]})
+    engine = FaultyEngine({"a": [1], "b": [2]})
     assert [completion.ids for completion in _complete(engine, make_request("b", [9]), make_request("a", [9]))] == [(2,), (1,)]
 
 
 def test_a_reply_brings_its_own_figures_and_is_cut_like_any_completion():
-    engine = ScriptedEngine(lambda _: Reply(ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3), entropies=(1.0, 2.0, 3.0)))
+    engine = FaultyEngine(lambda _: Reply(ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3), entropies=(1.0, 2.0, 3.0)))
     [completion] = _complete(engine, make_request("a", [9], max_tokens=2))
     assert (completion.ids, completion.logprobs, completion.entropies) == ((1, 2), (-0.1, -0.2), (1.0, 2.0))
 
 
 def test_the_engine_is_lost_where_the_script_says_and_then_comes_back():
-    engine = ScriptedEngine(lambda _: [1], faults={1: Fault.LOSE})
+    engine = FaultyEngine(lambda _: [1], faults={1: Fault.LOSE})
     _complete(engine, make_request("a", [9]))
     with pytest.raises(EngineLost, match="number 1"):
         _complete(engine, make_request("b", [9]))
@@ -45,19 +46,19 @@ def test_the_engine_is_lost_where_the_script_says_and_then_comes_back():
 
 
 def test_wrong_weights_are_noticed():
-    engine = ScriptedEngine(lambda _: [1], has_wrong_weights=True)
+    engine = FaultyEngine(lambda _: [1], has_wrong_weights=True)
     with pytest.raises(WeightsNotProven, match="checksum"):
         asyncio.run(publish(engine, make_model("llama")))
 
 
 def test_a_script_that_ends_too_early_says_so():
     with pytest.raises(StropError, match="1 completions; request b is number 1"):
-        _complete(ScriptedEngine([[1]]), make_request("a", [9]), make_request("b", [9]))
+        _complete(FaultyEngine([[1]]), make_request("a", [9]), make_request("b", [9]))
 
 
 def test_kv_memory_is_reserved_for_the_longest_completion_and_given_back():
     async def scenario():
-        engine = ScriptedEngine(lambda _: [1], kv_tokens=20)
+        engine = FaultyEngine(lambda _: [1], kv_tokens=20)
         await engine.complete(make_request("a", [9, 9], max_tokens=10))  # holds 12 of 20
         waiting = asyncio.create_task(engine.complete(make_request("b", [9], max_tokens=8)))  # wants 9
         await asyncio.sleep(0.01)
@@ -79,7 +80,7 @@ def test_kv_memory_is_reserved_for_the_longest_completion_and_given_back():
     ],
 )
 def test_garbage_comes_at_the_requests_that_were_chosen(fault, named):
-    engine = ScriptedEngine(lambda _: [1, 2], faults={1: fault}, policy_version=7)
+    engine = FaultyEngine(lambda _: [1, 2], faults={1: fault}, policy_version=7)
     requests = [make_request(name, [9], max_tokens=2) for name in "abc"]
     sound, garbage, again = _complete(engine, *requests)
     for request, completion in ((requests[0], sound), (requests[2], again)):
@@ -91,7 +92,7 @@ def test_garbage_comes_at_the_requests_that_were_chosen(fault, named):
 @pytest.mark.parametrize(("fault", "named"), [(Fault.DIE, "scripted to die"), (Fault.OUT_OF_MEMORY, "run out of memory")])
 def test_a_request_that_it_dies_of_takes_what_runs_and_what_waits_along(fault, named):
     async def scenario():
-        engine = ScriptedEngine(lambda _: [1], latency_s=0.01, max_running=2, faults={1: fault})
+        engine = FaultyEngine(lambda _: [1], latency_s=0.01, max_running=2, faults={1: fault})
         held = await engine.complete(make_request("held", [9]))
         ends = await asyncio.gather(
             *(engine.complete(make_request(name, [9])) for name in ("deadly", "waits", "waits too")), return_exceptions=True
@@ -109,7 +110,7 @@ def test_a_request_that_it_dies_of_takes_what_runs_and_what_waits_along(fault, n
 
 def test_an_engine_that_hangs_answers_nothing_until_it_recovers():
     async def scenario():
-        engine = ScriptedEngine(lambda _: [1])
+        engine = FaultyEngine(lambda _: [1])
         engine.fail(Fault.HANG)
         asked = asyncio.create_task(engine.complete(make_request("a", [9])))
         await asyncio.sleep(0.01)
@@ -134,7 +135,7 @@ def test_an_engine_that_hangs_answers_nothing_until_it_recovers():
 
 def test_garbage_comes_from_one_moment_to_the_next_and_ends_with_recovery():
     async def scenario():
-        engine = ScriptedEngine(lambda _: [1])
+        engine = FaultyEngine(lambda _: [1])
         engine.fail(Fault.MISSING_LOGPROB)
         assert (await engine.complete(make_request("a", [9]))).logprobs == ()
         engine.recover()
@@ -145,7 +146,7 @@ def test_garbage_comes_from_one_moment_to_the_next_and_ends_with_recovery():
 
 def test_a_single_request_can_hang():
     async def scenario():
-        engine = ScriptedEngine(lambda _: [1], faults={0: Fault.HANG})
+        engine = FaultyEngine(lambda _: [1], faults={0: Fault.HANG})
         hanging = asyncio.create_task(engine.complete(make_request("a", [9])))
         await asyncio.sleep(0)
         await engine.complete(make_request("b", [9]))
@@ -159,7 +160,7 @@ def test_a_single_request_can_hang():
 
 def test_an_engine_that_restarts_by_itself_has_lost_everything_and_holds_old_weights():
     async def scenario():
-        engine = ScriptedEngine(lambda _: [1], latency_s=0.01, policy_version=5)
+        engine = FaultyEngine(lambda _: [1], latency_s=0.01, policy_version=5)
         first = await engine.complete(make_request("a", [9]))
         running = asyncio.create_task(engine.complete(make_request("b", [9])))
         await asyncio.sleep(0.001)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Probe
+from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.weights import DecoderWeights
 from strop.errors import EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason

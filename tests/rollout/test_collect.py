@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from strop.engine.scripted import Fault, ScriptedEngine
+from faulty_engine import Fault, FaultyEngine
 from strop.errors import DeadlineExceeded, EngineLost, MachineError, RequestTooLong, ToolBroken
 from strop.evaluation.metrics import rollout_metrics
 from strop.rollout.environment import Observation
@@ -74,7 +74,7 @@ async def always_right(task, trajectory):
 
 
 def make_player(world, engine=None, reward=always_right, **options):
-    engine = engine or ScriptedEngine(lambda request: ANSWER)
+    engine = engine or FaultyEngine(lambda request: ANSWER)
     judge = Judge(reward=reward, weights={"accuracy": 2.0})
     sampling = SamplingConfig(max_tokens=8)
     return Player(engine=engine, environments=world, judge=judge, sampling=sampling, stop_ids=frozenset({STOP}), **options)
@@ -132,7 +132,7 @@ def test_a_fault_of_ours_is_played_again_from_turn_0_with_the_same_seed():
         if attempt == 1:
             raise ToolBroken("the tool is out of order")
 
-    watcher, world, engine = Watcher(), World(breaks_once), ScriptedEngine(lambda request: ANSWER)
+    watcher, world, engine = Watcher(), World(breaks_once), FaultyEngine(lambda request: ANSWER)
     (group,) = play_all(make_player(world, engine), num_rollouts=1, watcher=watcher)
     key = RolloutKey(task_index=0, attempt=0)
     assert watcher.events == [("started", key), ("started", key), ("finished", key)]
@@ -198,7 +198,7 @@ def test_law_7_a_void_rollout_names_who_waited_too_long_and_for_what():
 
 def test_a_lost_engine_ends_the_batch_but_not_what_had_been_finished():
     watcher, world = Watcher(), World()
-    player = make_player(world, ScriptedEngine(lambda request: ANSWER, faults={2: Fault.LOSE}, max_running=1))
+    player = make_player(world, FaultyEngine(lambda request: ANSWER, faults={2: Fault.LOSE}, max_running=1))
     with pytest.raises(EngineLost, match="scripted to lose"):
         play_all(player, num_rollouts=4, watcher=watcher)
     assert world.num_open == 0
@@ -208,7 +208,7 @@ def test_a_lost_engine_ends_the_batch_but_not_what_had_been_finished():
 def test_law_9_finished_rollouts_of_an_interrupted_batch_are_not_played_again():
     (before,) = play_all(make_player(World()), num_rollouts=3)
     kept = {scored.trajectory.key: scored for scored in before.trajectories[:2]}
-    watcher, engine = Watcher(), ScriptedEngine(lambda request: ANSWER)
+    watcher, engine = Watcher(), FaultyEngine(lambda request: ANSWER)
     (after,) = play_all(make_player(World(), engine), num_rollouts=3, watcher=watcher, finished=kept)
     assert after == before
     assert watcher.of("started") == [RolloutKey(task_index=0, attempt=2)]
@@ -236,7 +236,7 @@ def test_whoever_stops_playing_leaves_nothing_running(how):
             if task.id != "task-1":
                 await never.wait()
 
-        world, engine, seen = World(hangs), ScriptedEngine(lambda request: ANSWER), asyncio.Event()
+        world, engine, seen = World(hangs), FaultyEngine(lambda request: ANSWER), asyncio.Event()
         playing = collect(
             [task(0), task(1), task(2)], make_player(world, engine), num_rollouts=2, seed=0, observer=Watcher(), finished={}
         )
@@ -277,7 +277,7 @@ def test_a_rollout_of_several_turns_appends_and_never_exceeds_its_budget():
             )
 
     world = World()
-    engine = ScriptedEngine(lambda request: ANSWER)
+    engine = FaultyEngine(lambda request: ANSWER)
     player = make_player(lambda task, *, seed: ThreeTurns(world, task), engine)
     (group,) = play_all(player, num_rollouts=1)
     (scored,) = group.trajectories
@@ -298,7 +298,7 @@ class OfLength(OneTurn):
 
 def long_and_short(*lengths, engine=None, **options):
     world, watcher = World(), Watcher()
-    engine = engine or ScriptedEngine(lambda request: ANSWER, kv_tokens=64, max_request_tokens=20)
+    engine = engine or FaultyEngine(lambda request: ANSWER, kv_tokens=64, max_request_tokens=20)
     player = make_player(lambda task, *, seed: OfLength(world, task), engine)
     groups = []
     try:
@@ -336,8 +336,8 @@ def test_a_prompt_that_only_a_lost_engine_could_hold_ends_the_batch_as_the_loss_
         return ANSWER
 
     is_restarted = asyncio.Event()
-    large = ScriptedEngine(lambda request: ANSWER, max_request_tokens=64, faults={0: Fault.LOSE})
-    small = ScriptedEngine(answer_late, max_request_tokens=12)  # which goes on with the rollout of task 3
+    large = FaultyEngine(lambda request: ANSWER, max_request_tokens=64, faults={0: Fault.LOSE})
+    small = FaultyEngine(answer_late, max_request_tokens=12)  # which goes on with the rollout of task 3
     world = World()
     player = make_player(lambda task, *, seed: Late(world, task), EnginePool([large, small]))
     with pytest.raises(EngineLost, match=r"task 'task-31': .* is lost.*a prompt of 31 tokens and a response of up to 8"):

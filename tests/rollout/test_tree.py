@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from strop.engine.scripted import Fault, Reply, ScriptedEngine
+from faulty_engine import Fault, FaultyEngine
+from strop.engine.scripted import Reply
 from strop.errors import ToolBroken, UserError
 from strop.rollout.branch_tree import Tree, _ForkedEnvironment
 from strop.rollout.branching import Branching, BranchingConfig
@@ -73,7 +74,7 @@ def says(request):
     return Reply(ids=(word, word, end), logprobs=(-1.0,) * 3, entropies=(entropy,) * 3)
 
 
-class Jittery(ScriptedEngine):
+class Jittery(FaultyEngine):
     """Takes any time it likes, and does not promise to repeat itself unless told to."""
 
     is_exact = True
@@ -119,7 +120,7 @@ def play_group(*, engine=None, world=None, num_rollouts=8, watcher=None, finishe
     """The group, with branching as `options` say; none of them: without branching."""
     options = {"initial_rollouts": 4, "entropy_weight": 0.3} | options if options.get("initial_rollouts") != 0 else None
     player = Player(
-        engine=fleet or engine or ScriptedEngine(says),
+        engine=fleet or engine or FaultyEngine(says),
         environments=world or World(),
         judge=Judge(reward=judge, weights={"accuracy": 1.0}),
         sampling=SamplingConfig(max_tokens=60),
@@ -154,7 +155,7 @@ def branches(group):
 
 
 def test_a_branch_begins_at_the_end_of_an_observation_and_the_probe_stays_with_its_parent():
-    engine, world = ScriptedEngine(says), World()
+    engine, world = FaultyEngine(says), World()
     group = play_group(engine=engine, world=world)
     by_key = {each.trajectory.key: each.trajectory for each in group.trajectories}
     assert len(branches(group)) == 4  # M - N
@@ -173,7 +174,7 @@ def test_a_branch_begins_at_the_end_of_an_observation_and_the_probe_stays_with_i
 
 
 def test_where_too_few_branch_the_rest_begin_at_the_prompt_all_at_once():
-    engine = ScriptedEngine(says, latency_s=0.01)
+    engine = FaultyEngine(says, latency_s=0.01)
     group = play_group(engine=engine, base_probability=0.0, entropy_weight=0.0)
     assert not branches(group)
     assert [each.trajectory.key.attempt for each in group.trajectories] == list(range(8))
@@ -231,14 +232,14 @@ def calls_alike(request):
 def test_a_branch_that_says_what_its_parent_says_is_replaced_from_the_prompt_once():
     options = {"initial_rollouts": 2, "num_rollouts": 4, "base_probability": 1.0}
     watcher, world = Watcher(), World()
-    group = play_group(engine=ScriptedEngine(calls_alike), watcher=watcher, world=world, replace_identical=True, **options)
+    group = play_group(engine=FaultyEngine(calls_alike), watcher=watcher, world=world, replace_identical=True, **options)
     assert sorted((key.attempt, key.branch) for key in watcher.identical) == [(0, 1), (1, 1)]
     assert [each.trajectory.key.attempt for each in group.trajectories] == [0, 1, 2, 3]
     assert not branches(group)
     assert world.num_open == 0
-    again = play_group(engine=ScriptedEngine(calls_alike), finished=watcher.ended, replace_identical=True, **options)
+    again = play_group(engine=FaultyEngine(calls_alike), finished=watcher.ended, replace_identical=True, **options)
     assert tree_of(again) == tree_of(group)
-    kept = play_group(engine=ScriptedEngine(calls_alike), **options)
+    kept = play_group(engine=FaultyEngine(calls_alike), **options)
     assert len(branches(kept)) == 2
 
 
@@ -250,14 +251,14 @@ def test_a_rollout_that_others_branched_off_is_not_replaced():
         return replace(reply, ids=(99, *reply.ids[1:])) if request.id.split("/")[3] == "3" else reply
 
     watcher = Watcher()
-    group = play_group(engine=ScriptedEngine(all_but_one_alike), watcher=watcher, **options)
+    group = play_group(engine=FaultyEngine(all_but_one_alike), watcher=watcher, **options)
     assert sorted((branch.key.branch, branch.parent.branch) for branch in branches(group)) == [(1, 0), (3, 1)]
     assert len(group.trajectories) == 5
-    assert not branches(play_group(engine=ScriptedEngine(calls_alike), **options))  # with nothing to tell them apart
+    assert not branches(play_group(engine=FaultyEngine(calls_alike), **options))  # with nothing to tell them apart
 
 
 def test_the_first_rollout_is_played_ahead_and_says_how_many_begin_at_the_prompt():
-    engine, world, watcher = ScriptedEngine(calls_three_times), World(), Watcher()
+    engine, world, watcher = FaultyEngine(calls_three_times), World(), Watcher()
     group = play_group(engine=engine, world=world, watcher=watcher, base_probability=1.0, **AEPO)
     # Entropies are 0 in the first turn, then 3 tokens of 1, 2 and 3 nats: 8 σ(-0.5 * 6 / log 200) = 8 * 0.361 = 2.89
     assert sorted({each.trajectory.key.attempt for each in group.trajectories}) == [0, 1, 2]
@@ -317,14 +318,14 @@ def test_a_rollout_that_our_fault_spoils_begins_anew_with_its_branches():
 
 
 def test_a_branch_that_finds_no_room_beside_its_parent_is_counted_and_waits_its_turn():
-    fleet = EnginePool([ScriptedEngine(says, max_running=4)])
+    fleet = EnginePool([FaultyEngine(says, max_running=4)])
     assert tree_of(play_group(fleet=fleet)) == tree_of(play_group())
     ledger = fleet.last_batch.ledger
     assert ledger.branches_queued > 0
     assert ledger.branches_queued + ledger.branched >= 4
 
 
-class Paced(ScriptedEngine):
+class Paced(FaultyEngine):
     """Answers each request after the seconds that `waits` gives for its (attempt, branch, turn); at once without them."""
 
     def __init__(self, policy, *, waits, **options):
@@ -368,9 +369,9 @@ def test_a_parent_waits_for_no_branch_that_lost_their_engine():
     faults = {1: Fault.LOSE}  # the first request of the branch, while its parent still samples its second turn
 
     async def open_another(index, name):
-        return ScriptedEngine(calls_three_times, max_running=1)
+        return FaultyEngine(calls_three_times, max_running=1)
 
-    class Probed(ScriptedEngine):
+    class Probed(FaultyEngine):
         @property
         def capabilities(self):
             return replace(super().capabilities, can_probe=True)
@@ -384,7 +385,7 @@ def test_a_parent_waits_for_no_branch_that_lost_their_engine():
     first = Probed(calls_three_times, max_running=2, faults=faults)
     options = {"num_rollouts": 2, "initial_rollouts": 1, "base_probability": 1.0}
     group = play_group(fleet=EnginePool([first], open_another=open_another), **options)
-    assert tree_of(group) == tree_of(play_group(engine=ScriptedEngine(calls_three_times), **options))
+    assert tree_of(group) == tree_of(play_group(engine=FaultyEngine(calls_three_times), **options))
     assert [len(request.ids) for request in first.requests[:2]] == [3, 9]  # the prompt; the fork
 
 

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from test_tree import Watcher, judge, tree_of
 
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.torch.engine import TorchEngine
 from strop.rollout.branching import Branching, BranchingConfig
 from strop.rollout.environment import Observation
 from strop.rollout.player import Judge, Player, SamplingConfig, collect

@@ -18,7 +18,8 @@ from web_server import Answer, Asked, serving
 
 from scripted_node import ScriptedNode
 from strop.config import Config, validate
-from strop.engine import CompletionRequest, ScriptedEngine
+from strop.engine.protocol import CompletionRequest
+from strop.engine.scripted import ScriptedEngine
 from strop.errors import ConfigError
 from strop.rewards import function_reward
 from strop.rollout.chat_template import ChatFormat

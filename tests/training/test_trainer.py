@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column, LossInputs
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
 from strop.engine.protocol import Capabilities, weights_checksum
+from strop.engine.torch.engine import TorchEngine
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import (
     OptimizerConfig,

@@ -6,9 +6,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from strop.engine import Capacity
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
+from strop.engine.protocol import Capacity
 from strop.errors import EngineLost, UserError, WeightsNotProven
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.stages.loop.engines import open_engine_pool

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strop.engine import Publication
 from strop.engine.model_directory import ModelFacts, directory_checksum
+from strop.engine.publication import Publication
 from strop.types import FinishReason
 
 from ..support import make_request, publish

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from strop.engine import NamedTensor
+from strop.engine.protocol import NamedTensor
 from strop.engine.servers.extension.strop_vllm_worker import StropWorker
 
 SHAPES = {"embed_tokens": (7, 8), "q_proj": (8, 8), "k_proj": (4, 8), "v_proj": (4, 8), "norm": (8,)}

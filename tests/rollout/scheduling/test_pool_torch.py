@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from worlds import Conversations, Watcher, make_player, task, tokens_of
 
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
+from strop.engine.torch.engine import TorchEngine
 from strop.rollout.player import collect
 from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.rollout.scheduler.events import RunReason

@@ -11,9 +11,9 @@ from pools import play_all
 from virtual_time import run
 from worlds import Conversations, FragileEngine, Watcher
 
+from faulty_engine import FaultyEngine
 from strop.engine.protocol import weights_checksum
 from strop.engine.publication import Publication
-from strop.engine.scripted import ScriptedEngine
 from strop.errors import EngineLost, ModelError, WeightsNotProven
 from strop.rollout.scheduler.engine_pool import EnginePool
 
@@ -44,7 +44,7 @@ def pool_of(*engines, watcher=None, **options):
     return EnginePool(engines, observer=watcher, stall_timeout_s=60.0, **options)
 
 
-class Hanging(ScriptedEngine):
+class Hanging(FaultyEngine):
     """Takes one tensor, and then none."""
 
     async def load_weights(self, publication):
@@ -52,7 +52,7 @@ class Hanging(ScriptedEngine):
             await asyncio.Event().wait()
 
 
-class Dying(ScriptedEngine):
+class Dying(FaultyEngine):
     async def load_weights(self, publication):
         raise ConnectionResetError("the peer hung up")
 

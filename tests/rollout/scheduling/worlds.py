@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from virtual_time import now_s
 
+from faulty_engine import FaultyEngine
 from strop.engine.protocol import CompletionRequest
-from strop.engine.scripted import ScriptedEngine
 from strop.errors import EngineLost
 from strop.rollout.environment import Observation
 from strop.rollout.player import Judge, Player, SamplingConfig
@@ -26,7 +26,7 @@ def said(request: CompletionRequest) -> list[int]:
     return [draw.randint(10, 99) for _ in range(draw.randint(1, 11))] + [STOP]
 
 
-class FragileEngine(ScriptedEngine):
+class FragileEngine(FaultyEngine):
     """Takes a time that depends on the request, and is healthy until its `fault` is set."""
 
     def __init__(self, *, policy_version: int = 0, block_tokens: int | None = None, **options) -> None:

@@ -1,13 +1,12 @@
 """A layer's attention over the KV cache: what happens between its first product, of queries, keys and values, and its second.
 
-Two implementations of one interface: torch's operators, everywhere; and, where the machine allows it, compiled kernels.
+Two classes with the same methods: torch's operators, everywhere; and, where the machine allows it, compiled kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ _SPARSE = 0.85  # of the blocks of all slots: with fewer read, blocks are attend
 _CHUNK_SIZES = (32, CHUNK_MAX)  # attention pads a chunk to the next of these: code is kept for every size
 
 Tables = tuple[Tensor, Tensor]  # cos and signed sin of every position, (positions, head_dim): the first half of sin is negated
-PlanT = TypeVar("PlanT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,33 +36,7 @@ class Tokens:
     num_real: int  # the rest is padding, of which nothing is kept
 
 
-class Attention(Protocol[PlanT]):
-    """Plans what all layers of a step have in common once, then reads layer by layer."""
-
-    buffers: tuple[Tensor, ...]  # of its own that a step reads and that outlive it
-
-    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis of (N, hidden)."""
-
-    def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> PlanT:
-        """For a step of rows and chunks."""
-
-    def plan_slots(self, tokens: Tokens, num_columns: int) -> PlanT:
-        """Attend from one token of each of the first slots. The operations depend only on the sizes."""
-
-    def read(self, layer: LayerWeights, index: int, qkv: Tensor, plan: PlanT, *, with_chunks: bool) -> Tensor:
-        """Keep the keys and values of layer `index` in the cache; give what the queries read.
-
-        Args:
-            qkv: (N, (heads + 2 kv_heads) * head_dim), may be overwritten.
-            with_chunks: else only the rows are wanted.
-
-        Returns:
-            (at most N, heads * head_dim): of the rows at least, and of all that is real with chunks.
-        """
-
-
-def attention_over(cache: KvCache, architecture: Architecture, tables: Tables) -> Attention[TorchPlan] | Attention[KernelPlan]:
+def attention_over(cache: KvCache, architecture: Architecture, tables: Tables) -> TorchAttention | KernelAttention:
     """The fastest that this machine and model allow."""
     kernels = kernels_for(
         dtype=cache.keys.dtype,
@@ -100,12 +72,11 @@ class KernelAttention:
         return self._kernels.norm(hidden, weight, self._architecture.norm_eps)
 
     def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> KernelPlan:
-        real = slice(tokens.num_real)
-        return self._planned(tokens, tokens.positions[real] + 1, real)
+        return self._planned(tokens, tokens.positions + 1)
 
     def plan_slots(self, tokens: Tokens, num_columns: int) -> KernelPlan:
         # A slot without a token writes to the last column of all, and reads no more than the others.
-        return self._planned(tokens, (tokens.positions + 1).clamp_max(num_columns), slice(None))
+        return self._planned(tokens, (tokens.positions + 1).clamp_max(num_columns))
 
     def read(self, layer: LayerWeights, index: int, qkv: Tensor, plan: KernelPlan, *, with_chunks: bool) -> Tensor:
         shape, keys, values = self._architecture, self._cache.keys[index], self._cache.values[index]
@@ -132,13 +103,14 @@ class KernelAttention:
             num_heads=shape.num_heads,
         )
 
-    def _planned(self, tokens: Tokens, lengths: Tensor, real: slice) -> KernelPlan:
+    def _planned(self, tokens: Tokens, lengths: Tensor) -> KernelPlan:
+        real = slice(tokens.num_real)
         return KernelPlan(
             slots=tokens.slots[real],
             positions=tokens.positions[real],
-            lengths=lengths,
+            lengths=lengths[real],
             lenders=tokens.lenders[real],
-            lent=torch.minimum(tokens.lent[real], lengths),
+            lent=torch.minimum(tokens.lent[real], lengths[real]),
             num_rows=tokens.num_rows,
         )
 
@@ -169,7 +141,10 @@ class TorchPlan:
 
 
 class TorchAttention:
-    """With torch's operators: the rows of all slots in one batched product a block of columns, chunks of one size together."""
+    """With torch's operators: the rows of all slots in one batched product a block of columns, chunks of one size together.
+
+    A plan is made once for each step; `read` uses it layer by layer. `buffers` are what a step reads and what outlives it.
+    """
 
     def __init__(self, cache: KvCache, architecture: Architecture, tables: Tables) -> None:
         self._cache, self._architecture = cache, architecture
@@ -180,7 +155,7 @@ class TorchAttention:
         self._device = device
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """torch's own takes a quarter longer on a CPU."""
+        """RMSNorm over the last axis of (N, hidden). torch's own takes a quarter longer on a CPU."""
         eps = self._architecture.norm_eps
         if hidden.device.type != "cpu":
             return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -206,6 +181,7 @@ class TorchAttention:
         )
 
     def plan_slots(self, tokens: Tokens, num_columns: int) -> TorchPlan:
+        """Attend from one token of each of the first slots. The operations depend only on the sizes."""
         return TorchPlan(
             num_real=tokens.num_real,
             place=self._cache.place(tokens.slots, tokens.positions),
@@ -219,6 +195,15 @@ class TorchAttention:
         )
 
     def read(self, layer: LayerWeights, index: int, qkv: Tensor, plan: TorchPlan, *, with_chunks: bool) -> Tensor:
+        """Keep the keys and values of layer `index` in the cache; give what the queries read.
+
+        Args:
+            qkv: (N, (heads + 2 kv_heads) * head_dim), may be overwritten.
+            with_chunks: else only the rows are wanted.
+
+        Returns:
+            (at most N, heads * head_dim): of the rows at least, and of all that is real with chunks.
+        """
         keys, values = self._cache.keys[index], self._cache.values[index]
         query, key, value = self._turned(layer, qkv, plan.rotation)
         keys[plan.place] = key[: plan.num_real]
