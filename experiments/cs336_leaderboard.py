@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.recipe.load import recipe_of
-from strop.reports.compare import compare_plots
 from strop.reports.log import read_run
-from strop.reports.plots import draw
+from strop.reports.plots import compare_plots, draw
 from strop.reports.scales import Unit
 from strop.run_directory import RunDirectory, read_json, write_json, write_text
 from strop.stages.rl import RL

@@ -23,9 +23,8 @@ from typing import Any
 from strop.evaluation.statistics import mean_of_seeds
 from strop.pipeline.sweep import run_sweep
 from strop.pipeline.sweep_file import load_sweep
-from strop.reports.compare import compare_plots
 from strop.reports.log import read_run
-from strop.reports.plots import draw
+from strop.reports.plots import compare_plots, draw
 from strop.reports.scales import Unit
 from strop.reports.sweep import SweepConsole, unit_of
 from strop.run_directory import RunDirectory, read_json, read_lines, write_text

@@ -27,8 +27,9 @@ from strop.config import load_toml, validate
 from strop.pipeline.children import Children
 from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe, resolve
-from strop.reports.compare import Table, compare_page
-from strop.reports.scales import Unit
+from strop.reports.html import render
+from strop.reports.plots import drawings_of
+from strop.reports.scales import Table, Unit
 from strop.run_directory import RunDirectory, read_lines, write_json, write_text
 from strop.stages.context import Silent
 
@@ -159,13 +160,13 @@ def page(results: Mapping[str, Any]) -> str:
         for arm, evaluations in arms.items()
         for stage, each in evaluations.items()
     )
-    return compare_page(
-        "The demo: GRPO-RoC and its controls",
-        curves,
-        table=Table(columns=("evaluation", *_SHOWN), rows=rows),
+    return render(
+        "compare.html.j2",
+        title="The demo: GRPO-RoC and its controls",
+        figures=Table(columns=("evaluation", *_SHOWN), rows=rows),
         lead="Each arm starts from the same cold start of its seed; sft_continued has no rollouts, so it has no curve."
         " GRPO runs with its own defaults: token mean, tied groups kept.",
-        units={"rollout/accuracy": Unit.PERCENT, "rollout/tool_error_rate_correct": Unit.PERCENT},
+        drawings=drawings_of(curves, units={"rollout/accuracy": Unit.PERCENT, "rollout/tool_error_rate_correct": Unit.PERCENT}),
     )
 
 

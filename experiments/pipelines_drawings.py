@@ -9,8 +9,7 @@ from faithful_measures import Curve, curve_of
 from pipelines_measures import Runs
 
 from strop.evaluation.results import read_eval
-from strop.reports.compare import compare_plots
-from strop.reports.plots import Boundary, Plot
+from strop.reports.plots import Boundary, Plot, compare_plots
 from strop.reports.scales import Unit
 from strop.run_directory import RunDirectory
 

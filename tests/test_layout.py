@@ -95,7 +95,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
     ".": 2286,  # 1400
     "algorithms": 2053,
-    "analysis": 1087,  # 900
+    "analysis": 1086,  # 900
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1363,  # 2000 with doctor and cs336
     "cs336": 1257,
@@ -105,7 +105,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "evaluation": 1604,  # 1400
     "pipeline": 1541,
     "recipe": 1069,
-    "reports": 3470,  # 3500
+    "reports": 3331,  # 3500
     "rewards": 3620,  # 2600
     "rollout": 5141,
     "runs": 683,
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 325  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_656  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_319  # goal: 52 000
+    assert len(FILES) <= 323  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_550  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_179  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
-from strop.reports.compare import compare_page, compare_plots
-from strop.reports.plots import draw
+from strop.reports.html import render
+from strop.reports.plots import compare_plots, draw, drawings_of
 from strop.reports.scales import Table
 
 
@@ -34,7 +34,8 @@ def test_seeds_without_a_common_x_are_an_error_that_names_the_arm():
 
 def test_the_page_holds_the_figures_and_escapes_them():
     table = Table(columns=("arm", "accuracy"), rows=(("grpo <script>", "84.2%"),))
-    page = compare_page("Arms", {"reward": {"grpo": [[(1, 0.0), (2, 1.0)]]}}, table=table, lead="One seed each.")
+    drawings = drawings_of({"reward": {"grpo": [[(1, 0.0), (2, 1.0)]]}})
+    page = render("compare.html.j2", title="Arms", figures=table, lead="One seed each.", drawings=drawings)
     assert "84.2%" in page
     assert "grpo &lt;script&gt;" in page
     assert "One seed each." in page

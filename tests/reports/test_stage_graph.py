@@ -5,9 +5,8 @@ import re
 import pytest
 
 from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
-from strop.reports.page import write_report
+from strop.reports.page import draw_graph, write_report
 from strop.reports.panels import across, stages_in_sequence
-from strop.reports.stage_graph import draw
 from strop.run_directory import LineWriter, RunDirectory, write_json
 
 PROGRAM = {
@@ -60,7 +59,7 @@ def passes_through(path, box):
 
 
 def test_every_stage_lies_to_the_right_of_its_inputs_and_no_two_overlap():
-    places = boxes(str(draw(program())))
+    places = boxes(str(draw_graph(program())))
     assert set(places) == set(PROGRAM)
     for name, (_, inputs) in PROGRAM.items():
         for source in (each for names in inputs.values() for each in names):
@@ -71,7 +70,7 @@ def test_every_stage_lies_to_the_right_of_its_inputs_and_no_two_overlap():
 
 
 def test_a_line_passes_no_stage_that_it_does_not_lead_to():
-    svg = str(draw(program()))
+    svg = str(draw_graph(program()))
     places = boxes(svg)
     lines = re.findall(r'<path class="edge [\w.]+" d="([^"]+)"><title>([\w-]+) → ([\w-]+)', svg)
     assert len(lines) == sum(len(names) for _, inputs in PROGRAM.values() for names in inputs.values())
@@ -94,14 +93,14 @@ def test_a_stage_that_is_stale_or_not_there_yet_says_so():
         StageState.BEGUN,
         StageState.TO_COME,
     ]
-    svg = str(draw(stages))
+    svg = str(draw_graph(stages))
     assert "mixed: stale (good has changed)" in svg
     for text in ("mix, stale", "sft, not finished", "rl, to come"):
         assert f">{text}<" in svg
 
 
 def test_stages_without_inputs_have_no_graph():
-    assert draw([stage("base"), stage("general", inputs={})]) == ""
+    assert draw_graph([stage("base"), stage("general", inputs={})]) == ""
 
 
 def log_of(stages, evaluations=(), recipe=None):

@@ -4,7 +4,7 @@ import pytest
 from fake_run import write_run
 
 from strop.evaluation.statistics import mean_of_seeds
-from strop.reports.compare import compare_plots
+from strop.reports.plots import compare_plots
 from strop.reports.sweep import (
     State,
     SweepArm,

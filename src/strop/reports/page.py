@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from markupsafe import Markup
+
 from strop.reports.evaluations import benchmark_table
 from strop.reports.html import render
-from strop.reports.log import Evaluation, RunLog, read_run
+from strop.reports.log import RunLog, StageLog, StageState, read_run
 from strop.reports.panels import across, sections
 from strop.reports.rollouts import RolloutTable, clipped, read_rollouts
-from strop.reports.scales import Unit, figure
-from strop.reports.stage_graph import draw as draw_graph
+from strop.reports.scales import Unit, counted, figure
 from strop.reports.timelines import Timeline, read_timelines
 from strop.reports.timelines import draw as draw_timelines
 from strop.run_directory import RunDirectory, names_damage, write_text
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One metric before and after. `tone` says what the change means: good, bad or flat."""
-
-    title: str
-    metric: str
-    before: str
-    after: str
-    change: str
-    tone: str
-    caption: str
+_BOX, _LANE, _GAP, _MARGIN = 38.0, 52.0, 30.0, 8.0  # heights of a box and a lane, width between columns
+_NAME_CHAR, _FACT_CHAR, _PADDING = 6.9, 5.8, 22.0  # widths at 12 and 11 px, on the generous side
+_MARKS = {StageState.DONE: "✓ ", StageState.STALE: "⟳ ", StageState.BEGUN: "… ", StageState.TO_COME: ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +47,10 @@ def write_report(run: RunDirectory) -> Path:
 
 def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timeline] = ()) -> str:
     """Return the page; `timelines` show the activity of the engines."""
-    pair = log.before_and_after
     return render(
         "report.html.j2",
         log=log,
         verdict=verdict(log),
-        pair=pair,
-        cards=cards(*pair) if pair else (),
         benchmarks=benchmark_table(
             (each.init, each.benchmark, each.figures["accuracy"])
             for each in log.current_evaluations
@@ -137,71 +126,98 @@ def _verdict_without_pair(log: RunLog) -> Verdict:
     return Verdict(text=f"After stage {last.stage}: {shown}.", support=support, tone="flat")
 
 
-def cards(before: Evaluation, after: Evaluation) -> list[Card]:
-    """Return the main metrics before and after."""
-    pair = (before, after)
-    has_accuracy = all("accuracy" in each.figures for each in pair)
-    score = (
-        _card("Accuracy", "accuracy", pair, "avg@k over the evaluation's tasks", _more_is_good)
-        if has_accuracy
-        else _card("Mean reward", "reward_mean", pair, "over the evaluation's rollouts", _more_is_good, Unit.PLAIN)
-    )
-    return [
-        score,
-        _card("Tool errors", "tool_error_rate", pair, "share of calls that failed", _less_is_good),
-        _card("Tool errors when right", "tool_error_rate_correct", pair, "share of calls, correct rollouts", _less_is_good),
-        _card("Response length", "length_tokens_mean", pair, "mean tokens of a rollout", _neither, Unit.PLAIN),
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """What one stage gives another: weights (`init`), rows (`data`), metrics (`results`) or a judge."""
+
+    source: str
+    key: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Where a stage is drawn."""
+
+    left: float
+    width: float
+    middle: float
+
+
+def draw_graph(stages: Sequence[StageLog]) -> Markup:
+    """Return `stages` as an <svg> element; empty if no stage depends on another."""
+    by_name = {stage.name: stage for stage in stages}
+    edges = [
+        _Edge(source, key, stage.name)
+        for stage in stages
+        for key, sources in stage.inputs.items()
+        for source in sources
+        if source in by_name and source != stage.name
     ]
-
-
-def _card(
-    title: str,
-    metric: str,
-    pair: tuple[Evaluation, Evaluation],
-    caption: str,
-    tone: Callable[[float], str],
-    unit: Unit = Unit.PERCENT,
-) -> Card:
-    first, last = (each.figures.get(metric) for each in pair)
-    before, after = (_value(each, metric, unit) for each in pair)
-    is_known = first is not None and last is not None
-    return Card(
-        title=title,
-        metric=metric,
-        before=before,
-        after=after,
-        change=_change(first, last, unit) if first is not None and last is not None else "",
-        tone=tone(last - first) if first is not None and last is not None and before != after else "flat",
-        caption=caption if is_known else "not known for both",
+    if not edges:
+        return Markup("")
+    places = _places(by_name, edges)
+    width = max(place.left + place.width for place in places.values()) + _MARGIN
+    height = max(place.middle for place in places.values()) + _BOX / 2 + _MARGIN
+    return render(
+        "stage_graph.svg.j2",
+        by_name=by_name,
+        edges=edges,
+        places=places,
+        width=width,
+        height=height,
+        box=_BOX,
+        marks=_MARKS,
+        path=_path,
+        facts=_facts,
+        spoken=_spoken,
     )
 
 
-def _value(evaluation: Evaluation, metric: str, unit: Unit) -> str:
-    value = evaluation.figures.get(metric)
-    if value is not None:
-        return figure(value, unit)
-    has_no_calls = evaluation.figures.get("tool_calls_mean") == 0
-    return "no tool calls" if has_no_calls and metric.startswith("tool_error_rate") else "–"
+def _places(stages: Mapping[str, StageLog], edges: Sequence[_Edge]) -> dict[str, _Box]:
+    """Place each stage in the column after the last that it depends on, in the first free lane.
+
+    A lane stays reserved up to the last stage that reads the result, so that no line crosses a box of its own lane.
+    """
+    column = dict.fromkeys(stages, 0)
+    for _ in stages:  # as many rounds as the longest path can have steps
+        for edge in edges:
+            column[edge.target] = min(max(column[edge.target], column[edge.source] + 1), len(stages))
+    widths = [0.0] * (max(column.values()) + 1)
+    for name, number in column.items():
+        stage = stages[name]
+        text = max(_NAME_CHAR * len(_MARKS[stage.state] + name), _FACT_CHAR * len(_facts(stage)))
+        widths[number] = max(widths[number], text + _PADDING)
+    reserved: dict[int, int] = {}  # lane -> the last column in which it is in use
+    places = {}
+    for name in sorted(column, key=column.__getitem__):
+        number = column[name]
+        lane = next(lane for lane in range(len(stages)) if reserved.get(lane, -1) < number)
+        reserved[lane] = max([number, *(column[edge.target] - 1 for edge in edges if edge.source == name)])
+        left = _MARGIN + sum(widths[:number]) + number * _GAP
+        places[name] = _Box(left, widths[number], _MARGIN + _BOX / 2 + lane * _LANE)
+    return places
 
 
-def _change(first: float, last: float, unit: Unit) -> str:
-    if unit is Unit.PERCENT:
-        points = round((last - first) * 100, 1)
-        return f"{'+' if points > 0 else '−' if points < 0 else '±'}{abs(points):.1f} points"
-    if first == 0:
-        return ""
-    share = round((last - first) / first * 100)
-    return f"{'+' if share > 0 else '−' if share < 0 else '±'}{abs(share)}%"
+def _path(source: _Box, target: _Box) -> str:
+    """Return a line from the right of one box, level up to the last gap, to the left of the other."""
+    start, bend = source.left + source.width, target.left - _GAP / 2
+    path = f"M{start:.1f} {source.middle:.1f}H{target.left - _GAP:.1f}C{bend:.1f} {source.middle:.1f}"
+    return f"{path} {bend:.1f} {target.middle:.1f} {target.left:.1f} {target.middle:.1f}"
 
 
-def _more_is_good(change: float) -> str:
-    return "good" if change > 0 else "bad"
+def _facts(stage: StageLog) -> str:
+    """Return the line below a stage's name."""
+    facts = [stage.kind.replace("_", " ")] if stage.kind and stage.kind != stage.name else []
+    facts += [counted(len(stage.steps), "step")] if stage.steps else []
+    facts += stage.hours
+    facts += [counted(len(stage.nodes), "node")] if stage.nodes else []
+    facts += [stage.state] if stage.state is not StageState.DONE else []
+    return ", ".join(facts)
 
 
-def _less_is_good(change: float) -> str:
-    return "good" if change < 0 else "bad"
-
-
-def _neither(change: float) -> str:
-    del change
-    return "flat"
+def _spoken(stage: StageLog) -> str:
+    inputs = [name for names in stage.inputs.values() for name in names]
+    because = f" ({stage.why_stale})" if stage.why_stale else ""
+    depends = f", depends on {', '.join(inputs)}" if inputs else ""
+    return f"{stage.name}: {stage.state}{because}{depends}" + "".join(f"; on {node}" for node in stage.nodes)

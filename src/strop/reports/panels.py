@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from markupsafe import Markup
-
 from strop.evaluation.metrics import BUCKETS, DURATIONS
 from strop.reports.curves import (
     BRANCHING,
@@ -26,7 +24,7 @@ from strop.reports.curves import (
     is_optional,
 )
 from strop.reports.log import Metrics, RunLog, StageLog
-from strop.reports.plots import Boundary, Look, Plot, Point, Series, draw
+from strop.reports.plots import Boundary, Drawing, Look, Plot, Point, Series
 
 MAX_TOOLS = 6  # a server may have dozens; the page stays small
 
@@ -66,18 +64,6 @@ def _totals(stages: Sequence[StageLog]) -> dict[str, Counter[str]]:
                     tool, _, bucket = name.removeprefix(DURATIONS).rpartition("/")
                     totals.setdefault(tool, Counter())[bucket] += round(num)
     return totals
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """A plot and the sentence below its title."""
-
-    plot: Plot
-    note: str
-
-    @property
-    def svg(self) -> Markup:
-        return draw(self.plot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

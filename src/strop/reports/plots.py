@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -19,6 +19,8 @@ from strop.reports.html import number, render
 from strop.reports.scales import Unit, figure, nice_ticks, tick_labels
 
 Point: TypeAlias = tuple[float, float]
+Curve: TypeAlias = Sequence[Point]  # of one run, in order of x
+Curves: TypeAlias = Mapping[str, Mapping[str, Sequence[Curve]]]  # metric -> arm -> one curve a seed
 
 NUM_COLOURS = 8
 MAX_POINTS = 240  # per line; a longer one is drawn as means of equal spans, with their range as its band
@@ -277,3 +279,62 @@ def _spoken(plot: Plot) -> str:
     ]
     facts += [plot.absent] if plot.absent else [f"missing: {name}" for name in plot.missing]
     return f"{plot.title}. " + "; ".join(facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A plot and the sentence below its title."""
+
+    plot: Plot
+    note: str
+
+    @property
+    def svg(self) -> Markup:
+        return draw(self.plot)
+
+
+def drawings_of(curves: Curves, *, units: Mapping[str, Unit] | None = None, x_label: str = "step") -> list[Drawing]:
+    """Return one drawing a metric, the arms of an experiment side by side; metrics without any arm are left out."""
+    plots = compare_plots(curves, units=units, x_label=x_label)
+    num_seeds = max((len(seeds) for arms in curves.values() for seeds in arms.values()), default=0)
+    note = "Line: mean of the seeds. Band: their range." if num_seeds > 1 else ""
+    return [Drawing(plot=plot, note=note) for plot in plots.values() if plot.series or plot.missing]
+
+
+def compare_plots(curves: Curves, *, units: Mapping[str, Unit] | None = None, x_label: str = "step") -> dict[str, Plot]:
+    """One plot a metric, for `plots.draw`. An arm keeps its colour in all of them.
+
+    Args:
+        curves: metric -> arm -> one curve a seed. An arm without a curve of a metric is named as missing in its plot.
+        units: of the metrics that are not plain figures.
+
+    Raises:
+        ValueError: the seeds of an arm have no x in common, so they have no mean.
+    """
+    colours = {arm: colour for colour, arm in enumerate(dict.fromkeys(arm for arms in curves.values() for arm in arms))}
+    plots = {}
+    for metric, arms in curves.items():
+        given = {arm: [curve for curve in arms.get(arm, ()) if curve] for arm in colours}
+        plots[metric] = Plot(
+            title=metric,
+            series=tuple(_mean_and_range(arm, seeds, colours[arm]) for arm, seeds in given.items() if seeds),
+            unit=(units or {}).get(metric, Unit.PLAIN),
+            x_label=x_label,
+            missing=tuple(f"{metric} of {arm}" for arm, seeds in given.items() if not seeds),
+        )
+    return plots
+
+
+def _mean_and_range(arm: str, seeds: Sequence[Curve], colour: int) -> Series:
+    """Over the x that all seeds have: a mean over fewer of them would jump where one ends."""
+    by_x = [dict(curve) for curve in seeds]
+    common = [x for x, _ in seeds[0] if all(x in curve for curve in by_x)]
+    if not common:
+        raise ValueError(f"arm {arm!r}: its {len(seeds)} curves have no x in common; give them the same axis")
+    values = [[curve[x] for curve in by_x] for x in common]
+    return Series(
+        label=arm if len(seeds) == 1 else f"{arm} ({len(seeds)} seeds)",
+        points=tuple((x, sum(ys) / len(ys)) for x, ys in zip(common, values, strict=True)),
+        colour=colour,
+        band=tuple((x, min(ys), max(ys)) for x, ys in zip(common, values, strict=True)) if len(seeds) > 1 else (),
+    )

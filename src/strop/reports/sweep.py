@@ -16,10 +16,9 @@ from rich.markup import escape
 from rich.status import Status
 
 from strop.evaluation.statistics import Estimate, mean_of_seeds
-from strop.reports.compare import Curves, drawings_of
 from strop.reports.html import render
 from strop.reports.log import Metrics, read_run
-from strop.reports.plots import Point
+from strop.reports.plots import Curves, Point, drawings_of
 from strop.reports.scales import Table, duration, figure, unit_of
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
@@ -214,20 +213,17 @@ def results_table(log: SweepLog) -> Table:
 
 
 def _row(log: SweepLog, arm: SweepArm, baseline: SweepArm) -> tuple[str, ...]:
-    values = list(arm.results.values())
-    mean = interval = values_range = above = _NOTHING
-    if values:
-        mean = _shown(log, sum(values) / len(values))
-        values_range = f"{_shown(log, min(values))} – {_shown(log, max(values))}"
-    if len(values) > 1:
-        over_seeds = mean_of_seeds(values)
-        interval = f"{_shown(log, over_seeds.low)} – {_shown(log, over_seeds.high)}"
-    if arm is not baseline and (found := difference(arm, baseline)) is not None:
-        above = f"{_shown(log, found.mean)} [{_shown(log, found.low)}, {_shown(log, found.high)}]"
+    found = _arm_json(arm, baseline)
+    mean = _shown(log, found["mean"]) if "mean" in found else _NOTHING
+    interval = f"{_shown(log, found['low'])} – {_shown(log, found['high'])}" if "low" in found else _NOTHING
+    values_range = f"{_shown(log, found['min'])} – {_shown(log, found['max'])}" if "min" in found else _NOTHING
+    above = _NOTHING
+    if over := found.get("above"):
+        above = f"{_shown(log, over['mean'])} [{_shown(log, over['low'])}, {_shown(log, over['high'])}]"
     done = [run for run in arm.runs if run.state is State.DONE]
     time = duration(sum(run.time_s for run in done) / len(done)) if done else _NOTHING
     tokens = f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else _NOTHING
-    return (arm.name, mean, interval, values_range, above, f"{len(values)} of {len(arm.runs)}", time, tokens)
+    return (arm.name, mean, interval, values_range, above, f"{found['num_seeds']} of {len(arm.runs)}", time, tokens)
 
 
 def _shown(log: SweepLog, value: float) -> str:

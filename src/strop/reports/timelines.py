@@ -22,16 +22,28 @@ _ROW, _TALL_ROW, _GAP = 9.0, 16.0, 2.0
 _FEW = 8  # up to so many engines get taller rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRow:
+class _FromFile(BaseModel):
+    """The fields of a file `step-<k>.timeline.json` that are drawn; others are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class EngineRow(_FromFile):
     """One engine. Times are seconds since the step began."""
 
     name: str
-    max_rows: int
-    rows: Sequence[float]  # mean rows that decoded, of equal spans of the step
+    max_rows: PositiveInt
+    rows: tuple[NonNegativeFloat, ...]  # mean rows that decoded, of equal spans of the step
     joined_s: float
     left_s: float
     loss: str = ""
+
+
+class _StepRecord(_FromFile):
+    step: NonNegativeInt  # 0: of an evaluation, which has no steps
+    duration_s: NonNegativeFloat
+    engines: tuple[EngineRow, ...]
+    queue: tuple[NonNegativeFloat, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +54,6 @@ class Timeline:
     duration_s: float
     engines: Sequence[EngineRow]
     queue: Sequence[float] = ()  # mean rollouts that waited for an engine, of equal spans; empty if not counted
-
-
-class _FromFile(BaseModel):
-    """The fields of a file `step-<k>.timeline.json` that are drawn; others are ignored."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class _EngineRecord(_FromFile):
-    name: str
-    max_rows: PositiveInt
-    rows: tuple[NonNegativeFloat, ...]
-    joined_s: float
-    left_s: float
-    loss: str
-
-
-class _StepRecord(_FromFile):
-    step: NonNegativeInt  # 0: of an evaluation, which has no steps
-    duration_s: NonNegativeFloat
-    engines: tuple[_EngineRecord, ...]
-    queue: tuple[NonNegativeFloat, ...]
 
 
 def read_timelines(run: RunDirectory, stage: str) -> list[Timeline]:
@@ -152,7 +142,7 @@ def _read(path: Path) -> _StepRecord:
 
 
 def _timeline(record: _StepRecord, stage: str) -> Timeline:
-    engines = [EngineRow(**dict(each)) for each in record.engines]
+    engines = record.engines
     spans = sum(engine.max_rows * (engine.left_s - engine.joined_s) for engine in engines)
     rows = sum(sum(engine.rows) / max(1, len(engine.rows)) for engine in engines) * record.duration_s
     name = f"{stage}, step {record.step}" if record.step else stage

@@ -25,7 +25,7 @@ def _timeline(name: str, outcome: Outcome) -> Timeline:
         title=f"{name}: {duration(end_s)}, engines busy {outcome.busy_share:.0%} of the time",
         duration_s=end_s,
         engines=[
-            EngineRow(name=engine, max_rows=most, rows=usage.rows.means(end_s, _BINS), joined_s=0.0, left_s=end_s)
+            EngineRow(name=engine, max_rows=most, rows=tuple(usage.rows.means(end_s, _BINS)), joined_s=0.0, left_s=end_s)
             for engine, usage in outcome.usage.items()
         ],
     )
