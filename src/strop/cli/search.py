@@ -58,7 +58,7 @@ def recall(
     index: IndexPlace = None,
 ) -> None:
     """Measure how often the first k results hold what a question needs (recall@k)."""
-    from strop.tools.search.recall import measure_recall, read_questions
+    from strop.tools.search.bm25 import measure_recall, read_questions
 
     asked = read_questions(questions)
     opened = _open(corpus, language, index)

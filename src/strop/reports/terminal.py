@@ -14,7 +14,6 @@ from rich.text import Text
 
 from strop.reports.scales import Table, duration
 
-_PLAN_TABLE_WIDTH = 120  # a narrower terminal gets a list
 # Control characters other than newline and tab, marks that reverse the direction of text, and lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -85,11 +84,8 @@ def print_plan(
     """
     console = Console() if console is None else console
     console.print(printable(f"{name}: {description}" if description else name), style="bold", markup=False, highlight=False)
-    if console.width >= _PLAN_TABLE_WIDTH:
-        _print_plan_table(stages, console)
-    else:
-        for stage in stages:
-            _print_planned(stage, console)
+    for stage in stages:
+        _print_planned(stage, console)
     total_s = sum(stage.time_s for stage in stages)
     if total_s and not any(stage.problem for stage in stages):
         console.print(f"about {duration(total_s)} in all: {basis}", highlight=False)
@@ -98,26 +94,15 @@ def print_plan(
     console.print("Nothing was run.", highlight=False)
 
 
-def _print_plan_table(stages: Sequence[PlannedStage], console: Console) -> None:
-    rows = [
-        (
-            stage.name,
-            stage.kind,
-            stage.init or "–",
-            "\n".join(filter(None, (stage.arithmetic, *stage.schedule, stage.problem))),
-            *(each or "–" for each in _estimates(stage)),
-        )
-        for stage in stages
-    ]
-    table = Table(columns=("stage", "kind", "from", "what", "tokens", "memory", "time"), rows=tuple(rows))
-    print_table(table, console=console, wrapped=table.columns[:4])
-
-
 def _print_planned(stage: PlannedStage, console: Console) -> None:
     """Print the stage's name and origin, and indented below them what it does and needs."""
     origin = f" · from {stage.init}" if stage.init else ""
-    tokens, *others = _estimates(stage)
-    takes = ", ".join(each for each in (tokens and f"{tokens} tokens", *others) if each)
+    estimates = (
+        f"≤ {stage.tokens:,} tokens" if stage.tokens else "",
+        f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "",
+        duration(stage.time_s) if stage.time_s else "",
+    )
+    takes = ", ".join(filter(None, estimates))
     heading = textwrap.wrap(
         f"{stage.name} · {stage.kind}{origin}", console.width, subsequent_indent="    ", break_on_hyphens=False
     )
@@ -125,12 +110,3 @@ def _print_planned(stage: PlannedStage, console: Console) -> None:
     for text in filter(None, (stage.arithmetic, *stage.schedule, takes, stage.problem)):
         lines = textwrap.wrap(text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         console.print(printable("\n".join(lines)), markup=False, highlight=False)
-
-
-def _estimates(stage: PlannedStage) -> tuple[str, str, str]:
-    """Return tokens, memory and time; "" where there is no estimate."""
-    return (
-        f"≤ {stage.tokens:,}" if stage.tokens else "",
-        f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "",
-        duration(stage.time_s) if stage.time_s else "",
-    )

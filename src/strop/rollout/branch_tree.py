@@ -16,8 +16,8 @@ from functools import partial
 
 from strop.errors import MachineError, UserError
 from strop.rollout.branching import Branching, Claim, Claims, forks_at
-from strop.rollout.environment import Environment, ForkableEnvironment, Observation
-from strop.rollout.player import BatchPlayer, Forking, Opened, Past, Result, Spent, end
+from strop.rollout.environment import Environment, ForkableEnvironment, Observation, end
+from strop.rollout.player import BatchPlayer, Forking, Opened, Past, Result, Spent
 from strop.rollout.scheduler.batch import Lease
 from strop.types import Completion, RolloutKey, ScoredTrajectory, Task, Trajectory
 

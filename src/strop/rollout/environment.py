@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from pydantic import Field
 
@@ -25,6 +25,8 @@ from strop.rollout.prompt import Prompt
 from strop.rollout.tool_calls import Call, FailedCall, ParsedCall, argument_problem, make_call_format
 from strop.tools.protocol import Tool, ToolResult, encodable
 from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome, Turn, derive_seed
+
+_ResultT = TypeVar("_ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,7 @@ class ToolEnvironment:
         is_told = is_any_run or not is_over_budget
         if is_told and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
             return ended(text, tuple(_not_run(call) for call in calls), StopReason.OVERFLOW)
-        made = await self._run_all(wanted)
+        made = tuple(await all_of([self._make(index, call) for index, call in enumerate(wanted)]))
         if is_over_budget:
             return ended(text, made, StopReason.TOOL_BUDGET)
         responses = [call.text for call in made]
@@ -283,16 +285,6 @@ class ToolEnvironment:
         unread = [replace(each, text="") if isinstance(each, ToolCall) else each for each in wanted]  # the rollout ends here
         return unread, True
 
-    async def _run_all(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[ToolCall, ...]:
-        """All calls of a turn at once; one that raises ends the others."""
-        running = [asyncio.ensure_future(self._make(index, call)) for index, call in enumerate(calls)]
-        try:
-            return tuple(await asyncio.gather(*running))
-        finally:
-            for each in running:
-                each.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
     async def _make(self, index: int, call: ToolCall | ParsedCall) -> ToolCall:
         if isinstance(call, ToolCall):
             return call
@@ -345,6 +337,22 @@ class ToolEnvironment:
     def _shortened(self, text: str) -> str:
         """`text` of a tool, or about a call, as a tokenizer and every log take it, and within its limit."""
         return self._chat.shorten(encodable(text), self._limits.max_response_tokens)
+
+
+async def all_of(coroutines: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
+    """Return the results in order. The first exception cancels the others."""
+    running = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        await end(running)
+
+
+async def end(running: Sequence[asyncio.Future[_ResultT]]) -> None:
+    """Cancel what runs, and wait for it to end."""
+    for each in running:
+        each.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _told(name: str, arguments: str, outcome: ToolOutcome, text: str) -> ToolCall:

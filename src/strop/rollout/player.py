@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Protocol, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,7 +19,7 @@ from strop import user_code
 from strop.config import Config
 from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, Entropies, InferenceEngine, Probe, Truncation
 from strop.errors import EngineLost, MachineError, RequestTooLong
-from strop.rollout.environment import Environment, EnvironmentFactory, Observation
+from strop.rollout.environment import Environment, EnvironmentFactory, Observation, all_of, end
 from strop.rollout.scheduler.batch import Lease, RolloutBatch
 from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.types import Completion, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn, derive_seed
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROUNDING = 0.0625  # largest error of a logit from 16 to 32 in bfloat16, which has 8 significant bits
-_ResultT = TypeVar("_ResultT")
 
 
 def _check_temperature(temperature: float) -> float:
@@ -451,22 +450,6 @@ def checked_observation(value: object, made_by: object, task: Task) -> Observati
     return user_code.expect(value, Observation, made_by, what=name, about=f"for task {task.id!r}")
 
 
-async def all_of(coroutines: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
-    """Return the results in order. The first exception cancels the others."""
-    running = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*running))
-    finally:
-        await end(running)
-
-
-async def end(running: Sequence[asyncio.Future[_ResultT]]) -> None:
-    """Cancel what runs, and wait for it to end."""
-    for each in running:
-        each.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
 async def collect(
     tasks: Sequence[tuple[int, Task]],
     player: Player,
@@ -515,9 +498,7 @@ async def collect(
             if groups and len(too_long) == len(groups):
                 raise RequestTooLong(f"every task of the batch is too long. The first: {too_long[min(too_long)]}")
         finally:
-            for group in groups:
-                group.cancel()
-            await asyncio.gather(*groups, return_exceptions=True)
+            await end(groups)
             for opened in batch_player.opened:  # of rollouts that were cancelled before their first turn
                 await opened.close()
 
