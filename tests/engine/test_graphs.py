@@ -38,7 +38,7 @@ def play(model, scenario, *, runner=None, **settings):
     async def with_engine():
         engine = TorchEngine(model.config, config)
         if runner is not None:
-            engine._worker.batch._static._runner = runner
+            engine._worker.batch._static._graphs = runner
         try:
             await publish(engine, model)
             return await scenario(engine)

@@ -87,6 +87,7 @@ LEARNING = (
         "Turns and tool calls", {"rollout/turns_mean": "turns", "rollout/tool_calls_mean": "tool calls"}, "Mean of a rollout."
     ),
 )
+_GRADIENT_NORM = Panel("Gradient norm", {"update/grad_norm": "gradient norm"}, "Before clipping.")
 OPTIMISATION = (
     Panel("Entropy", {"policy/entropy_nats": "entropy"}, "Nats a token. A fall to zero ends exploration."),
     Panel(
@@ -104,7 +105,7 @@ OPTIMISATION = (
         {"groups/used": "used", "groups/all_right": "all right", "groups/all_wrong": "all wrong"},
         "All right, all wrong: of the answers, without other parts of the reward.",
     ),
-    Panel("Gradient norm", {"update/grad_norm": "gradient norm"}, "Before clipping."),
+    _GRADIENT_NORM,
     Panel("Loss", {"update/loss": "loss"}, "Of a policy gradient: its trend matters, its level does not.", y_low=None),
     Panel("Learning rate", {"update/learning_rate": "learning rate"}, "Of the step's last update."),
 )
@@ -269,7 +270,6 @@ TOOL_CALLS = (  # rStar2-Agent (arXiv 2508.20722), Figure 6, as two plots: calls
         "Of one call, from dispatch to result, queues included.",
     ),
 )
-_GRADIENT_NORM = Panel("Gradient norm", {"update/grad_norm": "gradient norm"}, "Before clipping.")
 _LEARNING_RATE = Panel("Learning rate", {"update/learning_rate": "learning rate"}, "Of each update.")
 _TRAINED = Panel("Throughput", {"update/tokens_per_s": "tokens per second"}, "Tokens trained on per second.")
 _STEP_TIME = Panel("Time", {"time/step_s": "step"}, "Seconds of each step.")

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from strop.errors import MachineError, UserError
@@ -352,6 +353,25 @@ async def _clear(playing: asyncio.Task[Result], opened: Opened | None, lease: Le
 def _shared(trajectory: Trajectory) -> tuple[int, ...]:
     """Prompt and response up to the fork."""
     return tuple(trajectory.ids[: len(trajectory.prompt_ids) + trajectory.forked_at])
+
+
+async def play_ahead(
+    index: int, task: Task, batch_player: BatchPlayer, branching: Branching, num_rollouts: int
+) -> tuple[int, BatchPlayer, list[Result]]:
+    """Return how many rollouts of a task begin at the prompt; with `monitoring_weight`, the first one is played for that.
+
+    It is among the finished ones of the returned player, as after an interruption, and its branches follow; or it failed, and
+    is the third value.
+    """
+    first, failed = RolloutKey(task_index=index, attempt=0), list[Result]()
+    if branching.config.monitoring_weight is not None and first not in batch_player.finished:
+        result = await batch_player.play(task, first)
+        if isinstance(result, ScoredTrajectory):
+            batch_player = replace(batch_player, finished={**batch_player.finished, first: result})
+        else:
+            failed = [result]
+    known = batch_player.finished.get(first)
+    return branching.num_first([] if known is None else [known.trajectory], num_rollouts), batch_player, failed
 
 
 async def reopen(batch_player: BatchPlayer, task: Task, key: RolloutKey, past: Past) -> Opened:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
@@ -512,24 +512,16 @@ async def _play_group(index: int, task: Task, batch_player: BatchPlayer, *, num_
     scored: list[ScoredTrajectory] = []
     num_void, too_long = 0, None
     branching = batch_player.player.branching
-    num_first, failed = num_rollouts, list[Result]()
+    num_first = num_rollouts
     if branching is not None:
-        first = RolloutKey(task_index=index, attempt=0)
-        if branching.config.monitoring_weight is not None and first not in batch_player.finished:
-            result = await batch_player.play(task, first)
-            if isinstance(result, ScoredTrajectory):  # as after an interruption it is there already, and its branches follow
-                batch_player = replace(batch_player, finished={**batch_player.finished, first: result})
-            else:
-                failed = [result]
-        known = batch_player.finished.get(first)
-        num_first = branching.num_first([] if known is None else [known.trajectory], num_rollouts)
+        from strop.rollout import branch_tree  # most stages do not branch
+
+        num_first, batch_player, failed = await branch_tree.play_ahead(index, task, batch_player, branching, num_rollouts)
     attempts = range(num_first)
     while attempts and too_long is None:
         keys = [RolloutKey(task_index=index, attempt=attempt) for attempt in attempts]
         if branching is not None and attempts.start == 0:
-            from strop.rollout.branch_tree import Tree  # most stages do not branch
-
-            tree = Tree(task, batch_player, branching, budget=num_rollouts - num_first)
+            tree = branch_tree.Tree(task, batch_player, branching, budget=num_rollouts - num_first)
             results = [*failed, *await tree.play(keys[len(failed) :])]
         else:
             played = all_of([batch_player.play(task, key) for key in keys if key not in batch_player.finished])

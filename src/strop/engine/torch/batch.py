@@ -216,10 +216,10 @@ class Batch:
             num_columns = source.lineage[request.extends].reusable_by(request)
             lineage = source.lineage_of_fork(request.at, num_columns)
             if self._table.is_released(source):
-                conversation = self._table.take_over(source, request, lineage, num_computed=num_columns)
+                conversation = self._table.open(request, lineage, slot=source.slot, num_computed=num_columns)
                 job.cached_tokens, source = num_columns, None
             else:
-                conversation = self._table.open(request, lineage, opening=())
+                conversation = self._table.open(request, lineage)
         else:
             source, num_columns = self._table.with_opening(request.ids), len(request.ids) - 1
             conversation = self._table.open(request, {}, opening=request.ids)

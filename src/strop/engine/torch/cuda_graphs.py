@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,42 +29,28 @@ _WARM_UPS = 3  # in which libraries choose kernels and take their workspaces, wh
 Size: TypeAlias = tuple[int, int]  # slots, columns
 
 
-class Runner(Protocol):
-    """Runs the step of a size: the same `work` each time, over the same buffers."""
-
-    def run(self, size: Size, work: Callable[[], Tensor]) -> Tensor: ...
-
-    def forget(self) -> None:
-        """Buffers have moved: what was kept of any size is void."""
-
-
-class Direct:
-    """Computes each step without graphs, for devices that have none and for comparison."""
-
-    def run(self, size: Size, work: Callable[[], Tensor]) -> Tensor:
-        return work()
-
-    def forget(self) -> None:
-        """Nothing was kept."""
-
-
 class CudaGraphs:
-    """Captures the step of each size once and replays it. All graphs share one pool of memory, as one runs at a time."""
+    """Captures the step of each size once and replays it. All graphs share one pool of memory, as one runs at a time.
 
-    def __init__(self) -> None:
+    Args:
+        is_off: compute each step without graphs, on devices that have none and for comparison.
+    """
+
+    def __init__(self, *, is_off: bool = False) -> None:
         self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # torch's handle of it, of a type that it does not export
-        self._is_broken = False
+        self._is_off = is_off
 
     def run(self, size: Size, work: Callable[[], Tensor]) -> Tensor:
-        if self._is_broken:
+        """Return the result of `work`, which is the step of `size`: the same each time, over the same buffers."""
+        if self._is_off:
             return work()
         if size not in self._graphs:
             try:
                 with _ONE_CAPTURE:
                     self._graphs[size] = self._capture(work)
             except RuntimeError as error:
-                self._is_broken = True
+                self._is_off = True
                 _log.warning(
                     "a decode step of %d slots and %d columns could not be captured (%s): decoding goes on without graphs",
                     *size,
@@ -76,6 +62,7 @@ class CudaGraphs:
         return result
 
     def forget(self) -> None:
+        """Buffers have moved: what was kept of any size is void."""
         self._graphs.clear()
         self._pool = None
 
@@ -98,8 +85,8 @@ class CudaGraphs:
 class StaticSteps:
     """Decode steps of a decoder in fixed sizes. Used by one thread."""
 
-    def __init__(self, decoder: Decoder, runner: Runner) -> None:
-        self._decoder, self._runner = decoder, runner
+    def __init__(self, decoder: Decoder, graphs: CudaGraphs) -> None:
+        self._decoder, self._graphs = decoder, graphs
         num_slots, device = decoder.num_slots, decoder.device
         width = -(-num_slots // DRAWN_AT_ONCE) * DRAWN_AT_ONCE
         # Of each slot: id, position, and the bits of two float64, uniform and temperature.
@@ -118,7 +105,7 @@ class StaticSteps:
         self._check_addresses()
         size = self._size(rows, sizes)
         self._fill(rows)
-        logits = self._runner.run(size, lambda: self._compute(size))
+        logits = self._graphs.run(size, lambda: self._compute(size))
         if bans := [(row.slot, each) for row in rows for each in row.banned]:  # rare, and of any number: never captured
             self._draw(logits, bans)
         return self._drawn.cpu()[:, [row.slot for row in rows]]
@@ -132,7 +119,7 @@ class StaticSteps:
             return
         addresses = self._decoder.addresses()
         if addresses != self._addresses:
-            self._runner.forget()
+            self._graphs.forget()
         self._addresses, self._is_checked = addresses, True
 
     def _size(self, rows: Sequence[Row], sizes: StepSizes) -> Size:
@@ -181,4 +168,4 @@ def open_static_steps(config: EngineConfig, decoder: Decoder) -> StaticSteps | N
     is_cuda = decoder.device.type == "cuda"
     if config.decode == "eager" or (config.decode == "auto" and not is_cuda):
         return None
-    return StaticSteps(decoder, CudaGraphs() if is_cuda else Direct())
+    return StaticSteps(decoder, CudaGraphs(is_off=not is_cuda))

@@ -215,21 +215,19 @@ class ConversationTable:
         conversation.lineage[request.id] = Share(num_ids=len(request.ids), num_computed=len(request.ids))
         conversation.is_running = True
 
-    def open(self, request: CompletionRequest, lineage: dict[str, Share], *, opening: tuple[int, ...]) -> Conversation:
-        """Give `request` a free slot; nothing of it is computed yet."""
-        empty = self._free - self._released.keys()
-        slot = min(empty) if empty else next(iter(self._released))
-        return self._open(slot, request, lineage, opening=opening, num_computed=0)
-
-    def take_over(
-        self, released: Conversation, request: CompletionRequest, lineage: dict[str, Share], *, num_computed: int
+    def open(
+        self,
+        request: CompletionRequest,
+        lineage: dict[str, Share],
+        *,
+        opening: tuple[int, ...] = (),
+        slot: int | None = None,
+        num_computed: int = 0,
     ) -> Conversation:
-        """Give `request` the slot of a released conversation, whose first `num_computed` columns it needs."""
-        return self._open(released.slot, request, lineage, opening=(), num_computed=num_computed)
-
-    def _open(
-        self, slot: int, request: CompletionRequest, lineage: dict[str, Share], *, opening: tuple[int, ...], num_computed: int
-    ) -> Conversation:
+        """Give `request` a free slot; or `slot`, of a released conversation whose first `num_computed` columns it needs."""
+        if slot is None:
+            empty = self._free - self._released.keys()
+            slot = min(empty) if empty else next(iter(self._released))
         self._take(slot)
         self._forget(request.id)
         conversation = Conversation(
