@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.kv_cache import Row, StepShape
 from strop.engine.torch.sampling import draw
-from strop.engine.torch.step_sizes import Row, StepShape
 from strop.engine.torch.weights import PublishedWeights
 from strop.run_directory import write_json, write_text
 

@@ -101,13 +101,13 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1257,
     "curation": 1596,  # 1600
     "doctor": 1649,
-    "engine": 6332,  # 6000
+    "engine": 6302,  # 6000
     "evaluation": 1604,  # 1400
     "pipeline": 1541,
     "recipe": 1069,
     "reports": 3307,  # 3500
     "rewards": 3620,  # 2600
-    "rollout": 5130,
+    "rollout": 5142,
     "runs": 683,
     "sandbox": 10656,  # 10500
     "simulation": 918,  # 900
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 322  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_513  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_131  # goal: 52 000
+    assert len(FILES) <= 321  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_503  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_113  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

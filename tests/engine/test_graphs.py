@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.engine.config import EngineConfig
 from strop.engine.torch.cuda_graphs import CudaGraphs, StaticSteps
-from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.decoder import Decoder, all_sizes
 from strop.engine.torch.engine import TorchEngine
-from strop.engine.torch.step_sizes import Row, all_sizes
+from strop.engine.torch.kv_cache import Row
 
 from .support import MODEL_NAMES, VOCAB_SIZE, make_model, make_request, publish
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.cpu.kernels import Kernels, kernels_for
-from strop.engine.torch.kv_cache import KV_STEP, KvCache
-from strop.engine.torch.step_sizes import CHUNK_MAX, Chunk, Row, StepShape
+from strop.engine.torch.kv_cache import CHUNK_MAX, KV_STEP, Chunk, KvCache, Row, StepShape
 from strop.engine.torch.weights import LayerWeights
 
 _SPARSE = 0.85  # of the blocks of all slots: with fewer read, blocks are attended to by spans of slots

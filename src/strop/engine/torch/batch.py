@@ -14,10 +14,9 @@ from torch import Tensor
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, Entropies, Probe, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
-from strop.engine.torch.decoder import Decoder
-from strop.engine.torch.kv_cache import Conversation, ConversationTable
+from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes
+from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
 from strop.engine.torch.sampling import draw
-from strop.engine.torch.step_sizes import CHUNK_BUDGET, CHUNK_MAX, Chunk, Row, StepSizes, all_sizes
 from strop.engine.torch.truncation import DrawLimits, limited
 from strop.engine.torch.weights import PublishedWeights
 from strop.errors import EngineLost, StropError, WeightsNotProven

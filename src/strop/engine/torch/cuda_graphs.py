@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.engine.config import EngineConfig
-from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.decoder import Decoder, StepSizes
+from strop.engine.torch.kv_cache import Row
 from strop.engine.torch.sampling import DRAWN_AT_ONCE, draw
-from strop.engine.torch.step_sizes import Row, StepSizes
 
 _log = logging.getLogger(__name__)
 _ONE_CAPTURE = threading.Lock()  # at a time in a process: torch asks for it

@@ -39,9 +39,8 @@ from strop.engine.protocol import (
 from strop.engine.publication import Publication
 from strop.engine.torch.batch import Batch, Detokenizer, Job, ResultT, fail, resolve
 from strop.engine.torch.cpu.resources import end_team, give_back_freed_memory
-from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.decoder import Decoder, invariant_sizes
 from strop.engine.torch.sampling import uniforms
-from strop.engine.torch.step_sizes import invariant_sizes
 from strop.engine.torch.weights import PublishedWeights
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import Completion

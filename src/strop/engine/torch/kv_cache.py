@@ -1,4 +1,4 @@
-"""Keys and values of every conversation, in a fixed number of slots; and which conversation has which slot.
+"""Keys and values of every conversation, in a fixed number of slots; what a step adds; and which conversation has which slot.
 
 A conversation keeps its slot from its first request until it is released, also while a tool runs. A request that continues
 exactly where the last request of a conversation ended takes its slot. Any other request that extends an earlier one is a fork:
@@ -9,8 +9,9 @@ the slot is used again, and a fork of it takes the slot over: a conversation get
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,46 @@ from torch import Tensor
 from strop.engine.model_directory import Architecture
 from strop.engine.protocol import CompletionRequest
 
+if TYPE_CHECKING:
+    from strop.engine.torch.truncation import DrawLimits
+
 KV_STEP = 128  # decode reads a whole number of these columns
+
+
+CHUNK_MAX = 128  # largest number of tokens of a prefill chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A piece of a prompt or an observation: `ids` from position `start` of `slot`, whose earlier columns are computed."""
+
+    slot: int
+    start: int
+    ids: Sequence[int]  # at most CHUNK_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The last token of one conversation, and how the token after it is drawn. The rows of a step are in order of slots."""
+
+    slot: int
+    id: int
+    position: int
+    uniform: float = 0.0
+    temperature: float = 1.0
+    banned: Sequence[int] = ()  # ids that must not be drawn
+    limits: DrawLimits | None = None  # None: the whole distribution, as in training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """The sizes in which a step is computed. Sizes above the content are padded."""
+
+    num_tokens: int  # of the products over all tokens
+    num_rows: int  # of the products over the rows; at most num_tokens
+    num_slots: int  # whose caches the rows' attention covers
+    num_columns: int  # of each slot that the rows' attention reads
+    granule: int = 0  # multiples of this number of slots may be attended to separately; 0: only all of them
 
 
 class KvCache:
