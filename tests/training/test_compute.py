@@ -58,11 +58,11 @@ def test_a_prompt_that_rows_of_a_pack_share_is_counted_once_and_so_is_nothing_af
     prompt = list(range(1, 20)) * 2
     batch = demonstrations((prompt, [1, 2, 3]), (prompt, [4, 5, 6, 7]))
     products = ModelProducts.of(LlamaForCausalLM(CONFIG))
-    packed, _ = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=1000))
-    padded, flops = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=1000, packing=False))
-    alone, of_alone = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=10))
+    packed, in_all, _ = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=1000))
+    padded, _, flops = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=1000, packing=False))
+    alone, _, of_alone = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=10))
     assert packed == 38 + 2 + 3  # the last token of each is predicted alone
-    assert padded == alone == 2 * 38 + 2 + 3
+    assert padded == alone == in_all == 2 * 38 + 2 + 3
     assert flops == of_alone
 
 

@@ -120,6 +120,13 @@ class Microbatch:
 
     rows: Tensor  # int64 (n,), where they stand in the whole batch
     batch: TokenBatch
+    lengths: tuple[int, ...]  # of each row, the tokens that predict others
+    shared: tuple[int, ...]  # of each row, how many of them the row before computes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the decoder."""
+        return sum(self.lengths) - sum(self.shared)
 
 
 def pack(
@@ -265,17 +272,32 @@ def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> lis
 def microbatches(batch: TokenBatch, max_tokens: int, *, is_packed: bool = False) -> list[Microbatch]:
     """Split `batch` into parts of at most `max_tokens` tokens that go through the model. A longer row is a part of its own.
 
-    If packed, rows stay in canonical order, so that rows of a group are neighbours, and a prefix shared with the row before
-    is not counted again. Otherwise rows are sorted by length, and padding counts.
+    If packed, rows are sorted by their ids, so that those that begin alike, at any depth, are neighbours: a forest. A prefix
+    shared with the row before is not counted again. Otherwise rows are sorted by length, and padding counts.
 
     A row counts up to its last trained token, because later tokens do not reach the loss. A row without one is left out. The
     parts are a pure function of the batch.
     """
-    positions = torch.arange(1, batch.loss_mask.shape[1] + 1)
+    positions = torch.arange(batch.loss_mask.shape[1])
     lengths = (batch.loss_mask * positions).amax(1) if len(batch.lengths) else torch.zeros(0, dtype=torch.int64)
-    rows = lengths.nonzero().squeeze(1)
-    parts = _packed(batch.ids[rows], lengths[rows], max_tokens) if is_packed else _padded(lengths[rows], max_tokens)
-    return [Microbatch(rows=rows[part], batch=batch.rows(rows[part], int(lengths[rows[part]].max()))) for part in parts]
+    rows = lengths.nonzero().squeeze(1)  # the last trained token is only predicted
+    if is_packed:
+        rows = rows[_sorted(batch.ids[rows], lengths[rows])]
+        shared = shared_lengths(batch.ids[rows], lengths[rows])
+        parts = _packed(lengths[rows].tolist(), shared, max_tokens)
+    else:
+        rows = rows[lengths[rows].argsort(stable=True)]
+        shared = [0] * len(rows)
+        parts = _padded(lengths[rows].tolist(), max_tokens)
+    return [
+        Microbatch(
+            rows=rows[part],
+            batch=batch.rows(rows[part], int(lengths[rows[part]].max()) + 1),
+            lengths=tuple(lengths[rows[part]].tolist()),
+            shared=(0, *shared[part.start + 1 : part.stop]),
+        )
+        for part in parts
+    ]
 
 
 def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) -> list[Microbatch]:
@@ -288,7 +310,7 @@ def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) ->
     if world.size == 1 or not parts:
         return parts
     num_rounds = -(-len(parts) // world.size)
-    num_tokens = sum(int(part.batch.lengths.sum()) for part in parts)
+    num_tokens = sum(part.num_tokens + len(part.rows) for part in parts)
     smaller = microbatches(batch, min(max_tokens, -(-num_tokens // (num_rounds * world.size))), is_packed=is_packed)
     if len(smaller) <= num_rounds * world.size:
         parts = smaller
@@ -301,30 +323,44 @@ def _blank(part: Microbatch) -> Microbatch:
     taken = part.batch.rows(torch.zeros(1, dtype=torch.int64), 2)
     nothing = torch.zeros_like(taken.loss_mask)
     blank = replace(taken, loss_mask=nothing, loss_weights=nothing.float(), advantages=nothing.float())
-    return Microbatch(rows=part.rows[:1], batch=blank)
+    return Microbatch(rows=part.rows[:1], batch=blank, lengths=(1,), shared=(0,))
 
 
-def _packed(ids: Tensor, lengths: Tensor, max_tokens: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    num_tokens = 0
-    shared = shared_lengths(ids, lengths - 1)  # the last token is only predicted
-    for row, length in enumerate(lengths.tolist()):
-        num_tokens += length - shared[row]
-        if parts and num_tokens <= max_tokens:
-            parts[-1].append(row)
+def _sorted(ids: Tensor, lengths: Tensor) -> list[int]:
+    """The order of rows by their ids, in which each stands next to those with which it has most in common."""
+    keys = [row[:length].astype(">i4").tobytes() for row, length in zip(ids.numpy(), lengths.tolist(), strict=True)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def _packed(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[slice]:
+    """Runs of rows. Each but the last is at least half full, and ends where the next one has the fewest tokens to repeat."""
+    parts: list[slice] = []
+    start = 0
+    while start < len(lengths):
+        num_tokens = lengths[start] + 1
+        end = stop = start + 1
+        while end < len(lengths):
+            if num_tokens <= max_tokens / 2 or shared[end] <= shared[stop]:
+                stop = end
+            num_tokens += lengths[end] + 1 - shared[end]
+            if num_tokens > max_tokens:
+                break
+            end += 1
         else:
-            parts.append([row])
-            num_tokens = length
+            stop = end
+        parts.append(slice(start, stop))
+        start = stop
     return parts
 
 
-def _padded(lengths: Tensor, max_tokens: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    for row in lengths.argsort(stable=True).tolist():
-        if parts and (len(parts[-1]) + 1) * int(lengths[row]) <= max_tokens:
-            parts[-1].append(row)
+def _padded(lengths: Sequence[int], max_tokens: int) -> list[slice]:
+    """Runs of rows, which are sorted by length."""
+    parts: list[slice] = []
+    for row, length in enumerate(lengths):
+        if parts and (row + 1 - parts[-1].start) * (length + 1) <= max_tokens:
+            parts[-1] = slice(parts[-1].start, row + 1)
         else:
-            parts.append([row])
+            parts.append(slice(row, row + 1))
     return parts
 
 

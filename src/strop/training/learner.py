@@ -20,7 +20,7 @@ from strop.engine.protocol import checksum_of, weights_checksum
 from strop.engine.published_files import write_files
 from strop.errors import MachineError, ModelError
 from strop.run_directory import read_json
-from strop.training.batch import TokenBatch, World, microbatches, score_rows, shared_lengths
+from strop.training.batch import TokenBatch, World, microbatches, score_rows
 from strop.training.config import TrainerConfig
 from strop.training.logprobs import LogprobModule
 from strop.training.lora import Adapter, published_name
@@ -134,8 +134,8 @@ class Learner:
         report = self.optimization.update(batch, lambda: add_up_gradient(batch, self.config, self.world, token_losses))
         if report.is_skipped:
             return report
-        tokens, flops = update_flops(self._products, batch, self.config)
-        return replace(report, cost=update_cost(tokens, flops, started, self.config, self.world))
+        tokens, row_tokens, flops = update_flops(self._products, batch, self.config)
+        return replace(report, cost=update_cost(tokens, row_tokens, flops, started, self.config, self.world))
 
     def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
         if self.critic is None:
@@ -343,7 +343,7 @@ class ModelProducts:
             backward=1.0 if is_adapter else 2.0,
         )
 
-    def flops(self, lengths: list[int], shared: list[int], num_trained: int) -> float:
+    def flops(self, lengths: Sequence[int], shared: Sequence[int], num_trained: int) -> float:
         """Return the FLOPs of one update on rows of these lengths; the row before computes the first `shared` tokens."""
         own = [length - begun for length, begun in zip(lengths, shared, strict=True)]
         # A token sees itself and those before it, in its row.
@@ -352,19 +352,20 @@ class ModelProducts:
         return 2.0 * products * (1.0 + self.backward)
 
 
-def update_flops(products: ModelProducts, batch: TokenBatch, config: TrainerConfig) -> tuple[int, float]:
-    """Return the tokens that go through the decoder in an update on `batch`, and its FLOPs, as one process splits it."""
-    num_tokens, flops = 0, 0.0
+def update_flops(products: ModelProducts, batch: TokenBatch, config: TrainerConfig) -> tuple[int, int, float]:
+    """Return the tokens that go through the decoder in an update on `batch`, the tokens of all its rows, and its FLOPs, as one
+    process splits it."""
+    num_tokens, row_tokens, flops = 0, 0, 0.0
     for part in microbatches(batch, config.max_tokens_per_microbatch, is_packed=config.packing):
-        places = torch.arange(part.batch.loss_mask.shape[1])  # the last trained token is only predicted
-        lengths = (part.batch.loss_mask * places).amax(1)
-        shared = shared_lengths(part.batch.ids, lengths) if config.packing else [0] * len(lengths)
-        num_tokens += int(lengths.sum()) - sum(shared)
-        flops += products.flops(lengths.tolist(), shared, part.batch.num_loss_tokens)
-    return num_tokens, flops
+        num_tokens += part.num_tokens
+        row_tokens += sum(part.lengths)
+        is_first = torch.arange(part.batch.loss_mask.shape[1]) >= torch.tensor(part.shared)[:, None]
+        num_trained = int((part.batch.loss_mask & is_first).sum())
+        flops += products.flops(part.lengths, part.shared, num_trained)
+    return num_tokens, row_tokens, flops
 
 
-def update_cost(tokens: int, flops: float, started: float, config: TrainerConfig, world: World) -> UpdateCost:
+def update_cost(tokens: int, row_tokens: int, flops: float, started: float, config: TrainerConfig, world: World) -> UpdateCost:
     """Return the cost of an update of all ranks that began at `started`, a time of `time.perf_counter`."""
     device = config.torch_device
     _wait(device)
@@ -376,6 +377,7 @@ def update_cost(tokens: int, flops: float, started: float, config: TrainerConfig
     of_ranks = world.gather((measured_flops_per_s(device, getattr(torch, config.precision)), peak_memory_mib))
     return UpdateCost(
         tokens=tokens,
+        row_tokens=row_tokens,
         flops=flops,
         time_s=time_s,
         peak_flops_per_s=sum(rate for rate, _ in of_ranks),

@@ -84,14 +84,22 @@ def token_logprobs(
     Returns:
         Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
     """
-    selected, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed)
+    hidden, places, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed)
     targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
     head = model.get_output_embeddings()
     banned = None
     if is_banned is not None and banned_ids:
         banned = is_banned[:, 1:].reshape(-1).index_select(0, predicted)
-    logprobs, entropies = head_logprobs(
-        selected,
+    # A trained token that rows share has the same place, target and ban in each of them.
+    num_ids = ids.max() + 1
+    keys = (places * num_ids + targets) * 2 + (0 if banned is None else banned)
+    distinct, back = torch.unique(keys, return_inverse=True)
+    is_shared = len(distinct) < len(keys)
+    if is_shared:
+        places, targets = distinct // (2 * num_ids), distinct // 2 % num_ids
+        banned = None if banned is None else (distinct % 2).bool()
+    figures = head_logprobs(
+        hidden.index_select(0, places),
         head.weight,
         head.bias,
         targets,
@@ -100,13 +108,15 @@ def token_logprobs(
         banned=banned,
         banned_ids=banned_ids,
     )
+    logprobs, entropies = (each.index_select(0, back) if is_shared else each for each in figures)
     return spread(logprobs, predicted, where), spread(entropies, predicted, where)
 
 
 def hidden_before(
     decoder: transformers.PreTrainedModel, ids: Tensor, where: Tensor, *, is_packed: bool
-) -> tuple[Tensor, Tensor]:
-    """Hidden states (m, H) of ids[:, :t] for each of the m tokens t of `where`, and their places for `spread`, (m,).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (S, H); for each of the m tokens t of `where` the place among them of ids[:, :t], (m,); and the places of
+    these tokens for `spread`, (m,).
 
     Args as of `token_logprobs`.
     """
@@ -123,7 +133,7 @@ def hidden_before(
         embedded = embed(decoder.get_input_embeddings(), ids[:, :-1])
         hidden = decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
         places = predicted
-    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, places), predicted
+    return hidden.reshape(-1, hidden.shape[-1]), places, predicted
 
 
 def spread(values: Tensor, predicted: Tensor, where: Tensor) -> Tensor:

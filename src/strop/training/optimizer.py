@@ -38,6 +38,7 @@ class UpdateCost:
     """The cost of one update over all ranks."""
 
     tokens: int  # that went through the decoder
+    row_tokens: int  # of all rows, those included that rows share
     flops: float  # of matrix products, forward and backward, without those that are computed again to save memory
     time_s: float
     peak_flops_per_s: float  # of large products in the same precision, as measured once

@@ -97,7 +97,7 @@ class RewardTrainer:
                 return report
             lengths = [len(row) for each in preferences for row in each.rows]
             flops = self._products.flops(lengths, [0] * len(lengths), len(lengths))
-            return replace(report, cost=update_cost(sum(lengths), flops, started, self._config, self._world))
+            return replace(report, cost=update_cost(sum(lengths), sum(lengths), flops, started, self._config, self._world))
 
         return await self._thread.run(update)
 

@@ -169,8 +169,8 @@ class ValueModule(nn.Module):
         Returns:
             float32 (n, T), in units of reward, 0 where `where` is False; with gradient.
         """
-        hidden, predicted = hidden_before(self.decoder, ids, where, is_packed=self._is_packed)
-        values = F.linear(hidden.float(), self.head.weight.float(), self.head.bias.float()).squeeze(-1)
+        hidden, places, predicted = hidden_before(self.decoder, ids, where, is_packed=self._is_packed)
+        values = F.linear(hidden.index_select(0, places).float(), self.head.weight.float(), self.head.bias.float()).squeeze(-1)
         return spread(values, predicted, where)
 
 

@@ -129,6 +129,7 @@ def cost_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     return {
         "update/tokens_per_s": sum(cost.tokens for cost in costs) / time_s,
         "update/flops_per_s": flops_per_s,
+        "update/distinct_token_share": sum(cost.tokens for cost in costs) / sum(cost.row_tokens for cost in costs),
         "machine/flop_utilisation": flops_per_s / costs[-1].peak_flops_per_s,
         "machine/peak_memory_mib": max(cost.peak_memory_mib for cost in costs),
     }
