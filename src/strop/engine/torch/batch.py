@@ -140,6 +140,12 @@ class Batch:
             self._table.close(conversation)
             self._free_followers(conversation)
 
+    def rest(self) -> None:
+        """Give back the memory of the KV cache if no conversation holds any of it: what follows is an update, as a rule."""
+        if self._table.has_only_released:
+            self._table.close_all()
+            self._decoder.cache.clear()
+
     def abandon(self, future: Future[Completion]) -> None:
         """Discard the request whose future this is, unless it has ended."""
         for job in (*self._arrived, *self._waiting, *self._running.values()):

@@ -335,6 +335,7 @@ class Worker:
         """Yield the queued commands; wait for one while no request runs."""
         if not self.batch.is_running:
             if self._inbox.empty():
+                self.batch.rest()
                 end_team()  # so that a trainer or another engine can use the cores
             yield self._inbox.get()
         while not self._inbox.empty():

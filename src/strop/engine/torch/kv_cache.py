@@ -9,6 +9,9 @@ the slot is used again, and a fork of it takes the slot over: a conversation get
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -76,8 +79,8 @@ class KvCache:
         self.num_columns = -(-num_columns // KV_STEP) * KV_STEP
         self.block = KV_STEP if device.type == "cpu" else self.num_columns
         shape = (architecture.num_layers, self.num_columns // self.block, num_slots, architecture.num_kv_heads)
-        self.keys = torch.zeros(*shape, self.block, architecture.head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self._mappings: list[mmap.mmap] = []  # of the two on a CPU under Linux
+        self.keys, self.values = (self._zeros((*shape, self.block, architecture.head_dim), dtype, device) for _ in range(2))
         self._forget_loans()
 
     def loan(self, slot: int) -> tuple[int, int]:
@@ -118,9 +121,12 @@ class KvCache:
         self._lent[lender] = max(self._lent[lender], length)
 
     def clear(self) -> None:
-        """Zero the cache: what broken weights left behind (nan) would spoil masked columns."""
-        self.keys.zero_()
-        self.values.zero_()
+        """Zero the cache: what broken weights left behind (nan) would spoil masked columns. A CPU's memory is given back."""
+        for mapping in self._mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
+        if not self._mappings:
+            self.keys.zero_()
+            self.values.zero_()
         self._forget_loans()
 
     def fill(self, generator: torch.Generator) -> None:
@@ -129,6 +135,14 @@ class KvCache:
             pattern = torch.randn(cache[:, :, :1].shape, generator=generator, dtype=torch.float32)
             cache.copy_(pattern.to(cache.device).expand_as(cache))
         self._forget_loans()
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Under Linux, a CPU's memory comes with the first write to each page, and goes with `clear`."""
+        if device.type != "cpu" or sys.platform != "linux":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        mapping = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mappings.append(mapping)
+        return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
     def _forget_loans(self) -> None:
         self._lender = list(range(self.num_slots))  # of each slot: who has the same first columns
@@ -214,6 +228,10 @@ class ConversationTable:
     @property
     def num_open(self) -> int:
         return len(self._conversations)
+
+    @property
+    def has_only_released(self) -> bool:
+        return bool(self._released) and not self._conversations
 
     @property
     def highest(self) -> Conversation:
