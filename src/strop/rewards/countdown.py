@@ -12,6 +12,7 @@ from pydantic import Field
 
 from strop.errors import TaskError
 from strop.rewards.base import (
+    ACCURACY,
     AnswerPart,
     AnswerReward,
     Part,
@@ -67,8 +68,8 @@ class CountdownReward(AnswerReward):
     def readers(self) -> Mapping[str, Part]:
         return {"": _Expression(self.config)}
 
-    def answer_part(self, name: str) -> AnswerPart:
-        return _Expression(self.config)
+    def answer_part(self, name: str) -> AnswerPart | None:
+        return _Expression(self.config) if name == ACCURACY else None
 
 
 class _Expression(AnswerPart):
