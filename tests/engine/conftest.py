@@ -57,6 +57,6 @@ def tiny_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHome]:
     folder = tmp_path_factory.mktemp("vllm")
     make_model("llama").save_pretrained(folder / "model")
     with asyncio.Runner() as runner:
-        home = vllm_servers.start(runner, folder / "model", folder, vllm_servers.make_config())
+        home = vllm_servers.start(runner, folder / "model", folder, vllm_servers.make_config(max_length=500))
         yield home
         runner.run(home.server.close())

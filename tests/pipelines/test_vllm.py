@@ -9,6 +9,7 @@ import pytest
 
 from strop.analysis.read import read_analysis
 from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop.ledger import read_rollouts
 
 TINY = Path(__file__).with_name("tiny.toml")
 PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
@@ -39,6 +40,22 @@ def test_two_steps_are_trained_on_what_a_server_samples_from_the_weights_of_the_
     assert (tmp_path / "run" / "stages" / "rl" / "model" / "model.safetensors").exists()
     assert read_json(tmp_path / "run" / "stages" / "rl" / "done.json")
     assert read_analysis(RunDirectory(tmp_path / "run"), stage="rl").total.num_rollouts > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_rollouts_are_in_flight_over_a_publication_and_no_token_is_older_than_k(tmp_path):
+    """With few slots, so that the rollouts of the second step are played while the first is trained on."""
+    ahead = "stages.rl.async_rollouts={max_staleness=1, partial=true}"
+    for line in train(tmp_path, ahead, "engine.slots=4", "stages.rl.updates_per_step=1"):
+        step = line["step"]
+        assert line["rollout/void_fraction"] == 0
+        assert line["update/grad_norm"] > 0
+        rollouts = read_rollouts(RunDirectory(tmp_path / "run").stage("rl").rollouts(step))
+        completions = [turn.completion for scored in rollouts for turn in scored.trajectory.turns]
+        versions = {version for completion in completions for version, _ in completion.spans}
+        assert all(sum(num for _, num in completion.spans) == len(completion.logprobs) for completion in completions)
+        assert versions == set(range(step))
 
 
 @pytest.mark.vllm

@@ -203,6 +203,10 @@ class VllmConfig(ServerConfig):
     )
     eager: bool = Field(default=False, description="Do not compile: starts in a third of the time, decodes more slowly.")
 
+    @property
+    def can_keep_requests(self) -> bool:
+        return True
+
 
 class SglangConfig(ServerConfig):
     """SGLang, over its native token endpoints. Written to the published schema; never tested with SGLang itself."""

@@ -260,5 +260,5 @@ def test_likely_tokens_become_entropies_and_limits_are_passed_on():
     top = [[math.log(0.1), each, None] for each in range(10)]
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 5, None]], "weight_version": "w"}
     answer = sglang.parse_answer({"output_ids": [5], "meta_info": meta | {"output_top_logprobs": [top]}}, server="the server")
-    completion = completion_of(answer, request, server="the server", vocab_size=67, version=7)
+    completion = completion_of(answer, request, server="the server", vocab_size=67, spans=((7, len(answer.ids)),))
     assert completion.entropies == pytest.approx((math.log(10),))

@@ -103,6 +103,51 @@ def test_a_prefix_that_was_cached_before_an_update_is_continued_as_by_an_engine_
     tiny_vllm.run(scenario())
 
 
+def test_tokens_that_are_sampled_after_an_update_in_flight_have_the_logprobs_of_the_new_weights(tiny_vllm):
+    """Over the whole context: nothing of the KV cache is of the older weights. Three conversations share a prompt."""
+    older, newer = make_model("llama"), make_model("llama", seed=1)
+
+    async def spliced(engine, number):
+        running = [
+            asyncio.create_task(engine.complete(make_request(f"{number} {seed}", LONG, max_tokens=400, seed=seed)))
+            for seed in range(3)
+        ]
+        begun = await engine.progress()
+        while await engine.progress() < begun + 500 and not running[0].done():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.005)
+        publication = asyncio.create_task(publish(engine, newer, version=2 * number + 2, keeps_requests=True))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.complete(make_request(f"{number} late", LONG)))  # it waits for a place
+        leaving = asyncio.create_task(engine.complete(make_request(f"{number} leaving", LONG)))
+        await asyncio.sleep(0.01)
+        await engine.abort(f"{number} leaving")
+        await publication
+        completions = await asyncio.gather(*running)
+        for seed in range(3):
+            await engine.release(f"{number} {seed}")
+        assert (await late).spans == ((2 * number + 2, 8),)
+        await engine.release(f"{number} late")
+        assert leaving.cancelled()
+        return completions
+
+    async def scenario():
+        engine = tiny_vllm.engine()
+        for number in range(20):
+            await publish(engine, older, version=2 * number + 1)
+            completions = await spliced(engine, number)
+            if all(len(completion.spans) == 2 for completion in completions):
+                break
+        for completion in completions:
+            [(first, num_older), (second, num_newer)] = completion.spans
+            assert (second - first, num_older + num_newer) == (1, 400)
+            ids, start = [*LONG, *completion.ids], len(LONG)
+            expected = [*_logprobs(older, ids[: start + num_older], start), *_logprobs(newer, ids, start + num_older)]
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+            assert min(num_older, num_newer) > 40
+
+    tiny_vllm.run(scenario())
+
+
 def test_min_tokens_ban_the_stop_id_and_its_probability_is_shared_out(tiny_vllm):
     async def scenario():
         engine, model = tiny_vllm.engine(), make_model("llama")

@@ -48,13 +48,13 @@ def test_a_server_given_by_address_is_published_to_and_sampled_from(model):
         assert (completion.ids, completion.policy_version, completion.cached_tokens) == ((3, 4, 5), 4, 0)
 
     run(model, fake, scenario)
-    assert fake.calls == ["pause", "strop_load_weights", "reset", "resume"] * 2
+    assert fake.calls == ["pause abort", "strop_load_weights", "reset", "resume"] * 2
 
 
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
-        ({"told": {"checksum": "0"}}, "was published with checksum .* but vLLM at .* holds 0"),
+        ({"told": {"checksum": "0"}}, "published with checksum .* but vLLM at .* holds 0"),
         ({"told": {"missing": ["a", "b"]}}, "found no values for 2 of its weights: a, b"),
         ({"told": {"stale": ["lm_head.weight"]}}, "still computes with older values of 1: lm_head.weight"),
         ({"is_reset": False}, "could not drop the KV cache"),
@@ -79,6 +79,28 @@ def test_a_publication_that_is_not_proven_stops_sampling_until_one_that_is(model
         assert (await engine.complete(make_request("b", [1]))).policy_version == 2
 
     run(model, fake, scenario)
+
+
+def test_requests_that_were_kept_fail_with_their_publication_and_so_does_what_waited_for_a_place(model):
+    fake = FakeVllm(seconds={7: 60.0})
+
+    async def scenario(engine):
+        running = asyncio.create_task(engine.complete(make_request("a", [7])))
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(engine.complete(make_request("b", [1])))
+        fake.told = {"checksum": "0"}
+        with pytest.raises(WeightsNotProven, match="holds 0"):
+            await publish(engine, make_model("llama"), version=1, keeps_requests=True)
+        for task in (running, waiting):
+            with pytest.raises(WeightsNotProven, match=r"version 1\) was not completed"):
+                await task
+        fake.told = {}
+        await publish(engine, make_model("llama"), version=2, keeps_requests=True)
+        assert (await engine.complete(make_request("c", [1]))).spans == ((2, 8),)
+
+    run(model, fake, scenario, slots=1)
+    published = ["strop_load_weights", "reset", "resume"]
+    assert fake.calls == ["pause abort", *published, "pause keep", published[0], "pause keep", *published]
 
 
 def test_a_block_is_as_large_as_the_server_says_and_not_as_large_as_the_recipe_says(model):

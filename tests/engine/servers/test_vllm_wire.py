@@ -49,12 +49,12 @@ def _answer(**changes):
 
 
 def _completion(answer, request=REQUEST):
-    return completion_of(answer, request, server="the server", vocab_size=67, version=7)
+    return completion_of(answer, request, server="the server", vocab_size=67, spans=tuple((7, num) for _, num in answer.spans))
 
 
 def test_an_answer_becomes_a_completion_whose_last_id_is_the_stop_id():
     answer = _answer()
-    assert answer.label == "strop 1 7 abc"
+    assert answer.spans == [("strop 1 7 abc", 2)]
     completion = _completion(answer)
     assert completion.ids == (45, 9)
     assert completion.logprobs == (-1.5, 0.0)  # rounding above 0 is cut off
@@ -64,7 +64,7 @@ def test_an_answer_becomes_a_completion_whose_last_id_is_the_stop_id():
 
 def test_a_completion_that_was_sampled_from_two_versions_bears_both():
     spans = [{"version": "old", "start": 0, "end": 1}, {"version": "new", "start": 1, "end": 2}]
-    assert _answer(weight_versions=spans).label == "old then new"
+    assert _answer(weight_versions=spans).spans == [("old", 1), ("new", 1)]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,9 @@ def test_a_completion_that_was_sampled_from_two_versions_bears_both():
         ({"token_ids": [1.5, 9]}, "at choices.0.token_ids.0 of"),
         ({"token_ids": [45.0, 9]}, "at choices.0.token_ids.0 of"),
         ({"weight_versions": 3}, "at choices.0.weight_versions of"),
+        ({"weight_versions": None}, "at choices.0.weight_versions of"),
+        ({"weight_versions": []}, "2 ids, and spans of 0 tokens"),
+        ({"weight_versions": [{"version": "a", "start": 0, "end": 1}]}, "2 ids, and spans of 1 tokens"),
         ({"finish_reason": ["stop"]}, "at choices.0.finish_reason of"),
         ({"token_ids": [67, 9]}, r"outside the vocabulary 0\.\.66: 67"),
         ({"token_ids": [9, 9]}, "goes on after stop id 9"),

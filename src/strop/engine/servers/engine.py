@@ -179,7 +179,8 @@ class ServerEngine:
         self._refreshing: set[asyncio.Task[None]] = set()
         self._policy_version = -1
         self._doubt = "no weights were published to this engine yet"  # empty: the weights are proven
-        self._label = ""
+        self._is_keeping = False  # requests, over a publication that goes on
+        self._versions: dict[str, int] = {}  # by label, of the weights that a request may have been sampled from
         self._nonce = secrets.token_hex(4)  # another trainer's publications to the same server have another
         self._is_closed = False
 
@@ -253,29 +254,38 @@ class ServerEngine:
     async def load_weights(self, publication: Publication) -> None:
         """See `InferenceEngine.load_weights`.
 
+        Requests that are kept, and those that arrive meanwhile, wait in the server.
+
         Raises:
-            WeightsNotProven: a weight is missing, unknown or of another shape, or the checksum differs.
+            WeightsNotProven: a weight is missing, unknown or of another shape, or the checksum differs. Requests that were
+                kept fail.
             EngineLost: the server could not read them.
-            StropError: completions are running or waiting; nothing was changed.
+            StropError: completions are running or waiting, and the publication does not keep them; nothing was changed.
         """
-        self._require_idle()
-        version = publication.version
+        version, self._is_keeping = publication.version, publication.keeps_requests
+        if not self._is_keeping:
+            self._require_idle()
+            self._conversations.clear()
+            self._versions = {}
         self._doubt = f"the last publication (version {version}) was not completed"
-        self._conversations.clear()
-        directory, checksum = await publication.files(), await publication.checksum()
-        await asyncio.to_thread(self._model.check_weights, directory, version)
-        label = f"strop {self._nonce} {version} {checksum}"
-        held = await self._server.read_weights(directory, label=label)
-        if self._server.can_prove_weights and held != checksum:
-            self._doubt = f"the last publication (version {version}) arrived damaged"
-            raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but {self.name} holds {held}.")
-        self._label, self._policy_version, self._doubt = label, version, ""
+        try:
+            directory, checksum = await publication.files(), await publication.checksum()
+            await asyncio.to_thread(self._model.check_weights, directory, version)
+            label = f"strop {self._nonce} {version} {checksum}"
+            self._versions[label] = version
+            await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
+            self._policy_version, self._doubt = version, ""
+        finally:
+            self._is_keeping = False
+            if self._doubt:
+                for call in self._calls.values():
+                    call.cancel()
 
     async def warm_up(self) -> None:
         """Have a first completion sampled: it may compile for a while, and shows whether the server can be used at all."""
         request = CompletionRequest(id="warm-up", ids=(0,), max_tokens=2, stop_ids=frozenset(), temperature=1.0, seed=0)
         answer = await self._server.complete(request, timeout_s=self._config.start_timeout_s)
-        self._completion_of(answer, request)
+        self._completion_of(answer, request, self._policy_version)
 
     async def close(self) -> None:
         """End the server, if it was started by us; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
@@ -289,6 +299,8 @@ class ServerEngine:
         await self._server.close()
 
     async def _sample(self, request: CompletionRequest) -> Completion:
+        self._require_proof()
+        oldest = self._policy_version
         call = asyncio.create_task(self._ask(request))
         self._calls[request.id] = call
         try:
@@ -298,6 +310,9 @@ class ServerEngine:
         except asyncio.CancelledError as error:
             if self._is_closed:
                 raise self._closed() from error
+            asking = asyncio.current_task()
+            if self._calls.get(request.id) is call and asking is not None and not asking.cancelling():
+                self._require_proof()  # a publication that failed has ended it
             raise
         except EngineLost as error:
             if self._is_closed:
@@ -309,7 +324,7 @@ class ServerEngine:
             call.cancel()
             if self._calls.get(request.id) is call:  # the id may be another's by now
                 del self._calls[request.id]
-        return self._completion_of(answer, request)
+        return self._completion_of(answer, request, oldest)
 
     async def _ask(self, request: CompletionRequest) -> Answer:
         await self._keep_prefixes()
@@ -331,15 +346,18 @@ class ServerEngine:
         except StropError as error:  # costs a prefill at most; if the server is lost, the next request says so
             _log.warning("a conversation's cached prefix was not kept: %s", error)
 
-    def _completion_of(self, answer: Answer, request: CompletionRequest) -> Completion:
-        """Raises `EngineLost` when the answer is garbage, or was sampled from other weights than those that were published."""
-        if answer.label != self._label:
+    def _completion_of(self, answer: Answer, request: CompletionRequest, oldest: int) -> Completion:
+        """Raises `EngineLost` when the answer is garbage, or was sampled from weights that are none of ours from version
+        `oldest` on."""
+        versions = {label: version for label, version in self._versions.items() if version >= oldest}
+        if unknown := [label for label, _ in answer.spans if label not in versions]:
             self._doubt = (
-                f"it answered from weights that it calls {answer.label!r}, not {self._label!r}: it was restarted, or somebody"
+                f"it answered from weights that it calls {unknown[0]!r}, not {[*versions][-1]!r}: it was restarted, or somebody"
                 " else publishes to it"
             )
             raise WeightsNotProven(f"{self.name}: {self._doubt}.")
-        return completion_of(answer, request, server=self.name, vocab_size=self._model.vocab_size, version=self._policy_version)
+        spans = tuple((versions[label], num_tokens) for label, num_tokens in answer.spans)
+        return completion_of(answer, request, server=self.name, vocab_size=self._model.vocab_size, spans=spans)
 
     def _check(self, request: CompletionRequest) -> None:
         if self._is_closed:
@@ -351,7 +369,10 @@ class ServerEngine:
                 f"request {request.id} has stop strings {request.stop_strings}, but {self._model.directory} has no tokenizer"
                 " that the server could decode with. Save one there (tokenizer.save_pretrained), or use stop_ids."
             )
-        if self._doubt:
+        self._require_proof()
+
+    def _require_proof(self) -> None:
+        if self._doubt and not self._is_keeping:
             raise WeightsNotProven(f"{self.name}: {self._doubt}. Publish weights to it again before sampling from it.")
 
     def _require_idle(self) -> None:

@@ -121,12 +121,14 @@ class Answer:
     logprobs: Sequence[float]
     is_stopped: bool  # by a stop id or string; False: by its length
     cached_tokens: int
-    label: str
+    spans: Sequence[tuple[str, int]]  # labels of weights, each with the number of tokens that they sampled
     likeliest: Sequence[Sequence[float]] = ()  # log-probs of the likeliest tokens at each position, if they were asked for
 
 
-def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vocab_size: int, version: int) -> Completion:
-    """Raises `EngineLost`, naming the server, when the answer cannot be one to this request."""
+def completion_of(
+    answer: Answer, request: CompletionRequest, *, server: str, vocab_size: int, spans: tuple[tuple[int, int], ...]
+) -> Completion:
+    """Raises `EngineLost`, naming the server, when the answer cannot be one to this request. `spans` have policy versions."""
     ids = tuple(answer.ids)
     is_stopped = answer.is_stopped or (bool(ids) and ids[-1] in request.stop_ids)
     needed = answer.likeliest if request.entropies is not Entropies.ANY else ()  # vLLM always sends the sampled token's
@@ -135,12 +137,12 @@ def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vo
         logprobs=tuple(answer.logprobs),
         entropies=tuple(entropy_of(each, request.entropies, vocab_size=vocab_size) for each in needed),
         is_forced=(False,) * len(ids),
-        spans=((version, len(ids)),),
+        spans=spans,
         finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
         cached_tokens=answer.cached_tokens,
     )
     try:
-        check_completion(request, completion, vocab_size=vocab_size, policy_version=version)
+        check_completion(request, completion, vocab_size=vocab_size, policy_version=None)
     except EngineLost as error:
         raise EngineLost(f"{server}: {error}") from error
     return replace(completion, logprobs=tuple(min(each, 0.0) for each in completion.logprobs))
@@ -174,7 +176,6 @@ class Server(ABC, Generic[ConfigT]):
 
     title: ClassVar[str]  # of servers that are given by address
     health: ClassVar[str]  # the path that is answered once the server is up
-    can_prove_weights: ClassVar[bool]  # whether `read_weights` returns a checksum that was computed inside the server
 
     def __init__(self, client: ServerClient, config: ConfigT) -> None:
         self._client, self._config = client, config
@@ -208,9 +209,9 @@ class Server(ABC, Generic[ConfigT]):
         """See `InferenceEngine.progress`."""
 
     @abstractmethod
-    async def read_weights(self, directory: Path, *, label: str) -> str:
+    async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
         """Let the server replace its weights by those of `directory` and forget every KV cache; from then on its answers bear
-        `label`. Returns the checksum of what it read, "" if it cannot tell."""
+        `label`. Raises `WeightsNotProven` if it holds others then; it samples no more until it has read what it can prove."""
 
     async def forward(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """Send a request in OpenAI's form: a GET without `body`, else a POST."""

@@ -31,7 +31,6 @@ class SglangServer(Server[SglangConfig]):
     """One SGLang server. One that strop starts listens on a port of the loopback interface."""
 
     title, health = "SGLang", "/health_generate"
-    can_prove_weights = False
 
     def __init__(self, client: ServerClient, config: SglangConfig) -> None:
         super().__init__(client, config)
@@ -64,7 +63,7 @@ class SglangServer(Server[SglangConfig]):
         self._progress += await self._client.is_up(self.health, timeout_s=ASK_S)
         return self._progress
 
-    async def read_weights(self, directory: Path, *, label: str) -> str:
+    async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
         await self._client.post("/pause_generation", {"mode": "abort"}, timeout_s=ASK_S)
         answer = await self._client.post(
             "/update_weights_from_disk",
@@ -81,7 +80,6 @@ class SglangServer(Server[SglangConfig]):
             raise WeightsNotProven(f"{self.name} did not read the weights: {updated.message}")
         await self._client.post("/flush_cache", timeout_s=ASK_S, parsed=False)
         await self._client.post("/continue_generation", {}, timeout_s=ASK_S)
-        return ""
 
     async def close(self) -> None:
         await asyncio.gather(*self._aborting)
@@ -201,7 +199,7 @@ def parse_answer(body: Any, *, server: str) -> Answer:
         likeliest=[[logprob for logprob, _, _ in each] for each in generated.meta_info.output_top_logprobs or ()],
         is_stopped=reason.type == "stop",
         cached_tokens=generated.meta_info.cached_tokens,
-        label=generated.meta_info.weight_version,
+        spans=[(generated.meta_info.weight_version, len(generated.output_ids))],
     )
 
 

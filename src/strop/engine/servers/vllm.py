@@ -38,7 +38,6 @@ class VllmServer(Server[VllmConfig]):
     """One vLLM server. One that strop starts listens on a socket that no other user can open."""
 
     title, health = "vLLM", "/health"
-    can_prove_weights = True
 
     def __init__(self, client: ServerClient, config: VllmConfig, folder: Path | None = None) -> None:
         super().__init__(client, config)
@@ -58,22 +57,26 @@ class VllmServer(Server[VllmConfig]):
     async def progress(self) -> int:
         return parse_progress(await self._client.get_text("/metrics", timeout_s=ASK_S))
 
-    async def read_weights(self, directory: Path, *, label: str) -> str:
-        """Pauses the server meanwhile. Its worker extension reads the files and tells the checksum of what it loaded."""
-        await self._client.post("/pause", timeout_s=ASK_S, query={"mode": "abort"})
+    async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
+        """Pauses the server meanwhile. Its worker extension reads the files and tells the checksum of what it loaded.
+
+        Requests that are kept lose their KV cache. Resumed, the server computes their context again, with the new weights.
+        """
+        await self._client.post("/pause", timeout_s=ASK_S, query={"mode": "keep" if keeps_requests else "abort"})
         timeout_s = self._config.publish_timeout_s
         answer = await self._client.post(
             "/collective_rpc",
             {"method": "strop_load_weights", "args": [str(directory)], "timeout": timeout_s},
             timeout_s=timeout_s,
         )
-        checksum = self._checksum_of_all(answer)
-        reset = await self._client.post("/reset_prefix_cache", timeout_s=ASK_S)
+        if (held := self._checksum_of_all(answer)) != checksum:
+            raise WeightsNotProven(f"weights were published with checksum {checksum}, but {self.name} holds {held}.")
+        query = {"reset_running_requests": str(keeps_requests)}
+        reset = await self._client.post("/reset_prefix_cache", timeout_s=ASK_S, query=query)
         if not read(Done, reset, server=self.name).success:
             raise WeightsNotProven(f"{self.name} could not drop the KV cache of its older weights.")
         await self._client.post("/update_weight_version", {"new_version": label}, timeout_s=ASK_S)
         await self._client.post("/resume", timeout_s=ASK_S)
-        return checksum
 
     async def close(self) -> None:
         await super().close()
@@ -232,12 +235,14 @@ class _Logprobs(Said):
 
 class _Span(Said):
     version: str
+    start: int
+    end: int
 
 
 class _Choice(Said):
     token_ids: list[int]
     logprobs: _Logprobs
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_Span]
 
 
 class _PromptDetails(Said):
@@ -309,7 +314,7 @@ def parse_answer(body: Any, *, server: str) -> Answer:
         likeliest=[[_logprob(top) for top in each.top_logprobs] for each in sampled],
         is_stopped=reason == "stop",
         cached_tokens=generated.cached_tokens,
-        label=" then ".join(span.version for span in choice.weight_versions or []),
+        spans=[(span.version, span.end - span.start) for span in choice.weight_versions],
     )
 
 
