@@ -14,6 +14,11 @@ from strop.cluster.local import LocalCluster
 ROOT = Path(__file__).parents[2]
 
 
+def environment():
+    """Of a command on a machine."""
+    return {**os.environ, **RAY_ENVIRONMENT, "COLUMNS": "200"}
+
+
 class Cluster:
     def __init__(self, machines, ray):
         self.machines, self.address, self._ray = machines, ray.address, ray
@@ -26,7 +31,7 @@ class Cluster:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **RAY_ENVIRONMENT, "COLUMNS": "200"},
+            env=environment(),
         )
 
     def run(self, *words, on=0, code=0, timeout_s=280):

@@ -24,6 +24,7 @@ from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangCon
 from strop.engine.model_directory import config_of, has_tokenizer
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe, check_completion
 from strop.engine.publication import Publication
+from strop.engine.published_files import naming_damage
 from strop.engine.servers.process import num_oom_kills
 from strop.engine.torch.cpu.resources import keep_little_freed_memory
 from strop.engine.torch.engine import TorchEngine
@@ -166,9 +167,9 @@ class ActorEngine:
         except TimeoutError as error:
             within = f"within {self._load_s:g} s (engine.stall_timeout_s)"
             raise EngineLost(str(self._actor.lose(f"hangs: it did not load weights {within}"))) from error
-        except WeightsNotProven:
+        except WeightsNotProven as error:
             self._doubt = ""  # the process itself refuses to sample
-            raise
+            raise WeightsNotProven(f"{self._actor.title}: {error}") from error
         if version != publication.version:
             why = f"is lost: it says that it holds version {version} after {publication.version} was published"
             raise EngineLost(str(self._actor.lose(why)))
@@ -283,7 +284,8 @@ class _HostedEngine:
         publication = Publication.in_files(directory, version=version, checksum=checksum, keeps_requests=keeps_requests)
         with _naming_failures():
             async with self._loading:  # a load whose caller was cancelled may not have ended
-                await self._engine.load_weights(publication)
+                with naming_damage(directory):
+                    await self._engine.load_weights(publication)
         return self._engine.policy_version, self._engine.capabilities
 
 

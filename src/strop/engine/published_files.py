@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from strop.cluster.connection import copy_file, run_on
 from strop.cluster.placement import Node
+from strop.engine.model_directory import UNREADABLE, tensors_in
 from strop.engine.protocol import NamedTensor, digests_of
-from strop.errors import MachineError
+from strop.errors import MachineError, WeightsNotProven
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _NEW, _LOCKED = "strop-new-", "strop-publication-"
 _FILE_BYTES = 128 << 20  # a rank of the trainer holds as much at the same time
 _SPARE = 1.1
+_DIGESTS = ".digests"  # JSON: of each tensor that one rank wrote
 
 
 def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -> list[bytes]:
@@ -49,7 +52,42 @@ def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -
         if batch:
             _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
 
-    return list(digests_of(written()))
+    digests = _digests(written())
+    path = directory / f"{part}{_DIGESTS}"
+    with _naming_failures(path):
+        path.write_text(json.dumps(digests))
+    return [bytes.fromhex(digest) for digest in digests.values()]
+
+
+@contextlib.contextmanager
+def naming_damage(directory: Path) -> Iterator[None]:
+    """Say in a `WeightsNotProven` which tensors in `directory` are not as they were written."""
+    try:
+        yield
+    except WeightsNotProven as error:
+        written: dict[str, str] = {}
+        held: dict[str, str] = {}
+        with contextlib.suppress(*UNREADABLE):
+            for path in directory.glob(f"*{_DIGESTS}"):
+                written |= json.loads(path.read_text())
+            held = _digests(tensors_in(directory.glob("*.safetensors")))
+        names = sorted(name for name, digest in held.items() if written.get(name, digest) != digest)
+        if names and names[0] not in str(error):  # another process may have named them
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise WeightsNotProven(f"{error} The files were damaged after they were written: {shown}.") from error
+        raise
+
+
+def _digests(tensors: Iterable[NamedTensor]) -> dict[str, str]:
+    names: list[str] = []
+
+    def noted() -> Iterator[NamedTensor]:
+        for name, tensor in tensors:
+            names.append(name)
+            yield name, tensor
+
+    digests = [digest.hex() for digest in digests_of(noted())]
+    return dict(zip(names, digests, strict=True))
 
 
 def _save(batch: dict[str, Tensor], path: Path) -> None:
@@ -64,8 +102,14 @@ def _save(batch: dict[str, Tensor], path: Path) -> None:
         address = flat.untyped_storage().data_ptr()
         separate[name] = flat.clone(memory_format=torch.contiguous_format) if address in seen else flat
         seen.add(address)
-    try:
+    with _naming_failures(path):
         save_file(separate, path)
+
+
+@contextlib.contextmanager
+def _naming_failures(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # a SafetensorError for what the file system says
         what = str(error).rstrip(".")
         raise MachineError(

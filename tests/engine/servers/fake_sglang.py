@@ -83,7 +83,7 @@ class FakeSglang:
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append("/update_weights_from_disk")
-        self.files = sorted(path.name for path in Path(body["model_path"]).iterdir())
+        self.files = sorted(path.name for path in Path(body["model_path"]).glob("*.safetensors"))
         if self.refuses_weights:
             return web.json_response({"success": False, "message": "shape mismatch"}, status=200)
         self.weight_version = body["weight_version"]

@@ -20,6 +20,7 @@ from strop.engine.protocol import (
     check_vocabulary,
 )
 from strop.engine.publication import Publication
+from strop.engine.published_files import naming_damage
 from strop.engine.servers.server import Answer, Server, completion_of
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
@@ -273,7 +274,8 @@ class ServerEngine:
             await asyncio.to_thread(self._model.check_weights, directory, version)
             label = f"strop {self._nonce} {version} {checksum}"
             self._versions[label] = version
-            await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
+            with naming_damage(directory):
+                await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
             self._policy_version, self._doubt = version, ""
         finally:
             self._is_keeping = False

@@ -1,0 +1,84 @@
+"""Two vLLM servers on two nodes: each takes every publication and proves it, and one damaged byte is refused and named."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from networks import Machines
+
+from conftest import ROOT, environment
+from strop.cluster.local import LocalCluster
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop.ledger import read_rollouts
+
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make .venv-vllm/.ready` sets up vLLM"),
+]
+# `strop` where one byte of "model.norm.weight" changes on its way to the other node, in the third publication.
+DAMAGING = """
+import json, struct, sys
+from strop.cli import main
+from strop.engine import published_files
+
+collect, copies = published_files.collect, []
+
+def collect_damaged(written, node, num_bytes):
+    whole = collect(written, node, num_bytes)
+    copies.append(node)
+    if node is not None and copies.count(node) == 3:
+        [path] = whole.directory.glob("*.safetensors")  # the machines share their disks
+        with path.open("r+b") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            start, end = json.loads(file.read(length))["model.norm.weight"]["data_offsets"]
+            file.seek(8 + length + end - 1)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+    return whole
+
+published_files.collect = collect_damaged
+main()
+"""
+
+
+def test_two_replicas_on_two_nodes_take_publications_and_a_damaged_byte_is_refused_and_named(tmp_path):
+    text = (ROOT / "tests" / "pipelines" / "tiny.toml").read_text()
+    before, after = text.index("[stages.before]"), text.index("[stages.after]")
+    (tmp_path / "tiny.toml").write_text(text[:before] + text[text.index("[stages.rl]") : after])
+    (tmp_path / "damaging.py").write_text(DAMAGING)
+    vllm = ["engine.kind=vllm", f'engine.python="{PYTHON}"', "engine.eager=true", "engine.replicas=2"]
+    small = [
+        "engine.slots=8",
+        "stages.sft.steps=30",
+        "stages.sft.checkpoint_every=30",
+        "stages.rl.updates_per_step=1",
+        "sandbox.level=confined",
+    ]
+    sets = [word for each in (*vllm, *small) for word in ("--set", each)]
+    with Machines(2) as machines, LocalCluster(machines.nodes, cpus=1) as ray:
+        words = ["train", tmp_path / "tiny.toml", "--runs", tmp_path, "--name", "run", "--cluster", ray.address, *sets]
+        command = [*machines.nodes[0].prefix, sys.executable, tmp_path / "damaging.py", *words]
+        subprocess.run(command, check=True, timeout=350, cwd=ROOT, env=environment())
+    run = RunDirectory(tmp_path / "run")
+    [placed] = [event["nodes"] for event in read_lines(run.events) if event["event"] == "placed"]
+    assert placed == ["198.18.0.1: 1 engine", "198.18.0.2: 1 engine"]
+    [lost] = [event["reason"] for event in read_lines(run.events) if event["event"] == "engine_lost"]
+    engine, node, tensor = r"engine engine-1 \(process \d+", r" on 198\.18\.0\.2\)", r"model\.norm\.weight\."
+    assert re.fullmatch(
+        f"{engine}{node}: weights were published with checksum .* were damaged after they were written: {tensor}", lost
+    )
+    steps = [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
+    for step, line in enumerate(steps, start=1):
+        completions = [
+            turn.completion for each in read_rollouts(run.stage("rl").rollouts(step)) for turn in each.trajectory.turns
+        ]
+        assert {version for completion in completions for version, _ in completion.spans} == {step - 1}
+        assert line["policy/logprob_gap_max"] < 1e-3  # the servers hold the weights of the trainer
+        assert line["update/grad_norm"] > 0
+        busy = {each["name"] for each in read_json(run.stage("rl").timeline(step))["engines"] if max(each["rows"]) > 0}
+        assert busy >= {"engine-0", "engine-1"} if step < 3 else "engine-1" not in busy
