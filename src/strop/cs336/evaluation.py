@@ -18,7 +18,8 @@ import transformers
 from strop.cs336.grpo import RewardFunction
 from strop.cs336.masked import masked_mean
 from strop.cs336.sft import get_response_log_probs, tokenize_prompt_and_output
-from strop.engine.servers.vllm import EXTENSION, EXTENSION_CLASS
+from strop.engine.model_directory import directory_checksum
+from strop.engine.servers.vllm import EXTENSION, EXTENSION_CLASS, TRANSFER
 from strop.errors import WeightsNotProven
 from strop.run_directory import write_text
 
@@ -56,7 +57,7 @@ def init_vllm(model_id: str, device: str, seed: int, gpu_memory_utilization: flo
         gpu_memory_utilization: share of the device's memory that vLLM takes; of the machine's on a CPU.
         options: of `vllm.LLM`, as in `enforce_eager=True`.
     """
-    from vllm import LLM  # type: ignore[import-not-found]  # an environment without it can do all but this
+    from vllm import LLM  # an environment without it can do all but this
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = visible.split(",") if visible else []
@@ -72,6 +73,7 @@ def init_vllm(model_id: str, device: str, seed: int, gpu_memory_utilization: flo
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
             worker_extension_cls=EXTENSION_CLASS,
+            weight_transfer_config=TRANSFER,
             **options,
         )
 
@@ -84,11 +86,13 @@ def load_policy_into_vllm_instance(policy: transformers.PreTrainedModel, llm: An
     """
     with tempfile.TemporaryDirectory() as directory:
         policy.save_pretrained(directory)
-        for loaded in llm.collective_rpc("strop_load_weights", args=(directory,)):
-            if wrong := [*loaded["missing"], *loaded["stale"]]:
-                raise WeightsNotProven(
-                    f"vLLM does not hold the policy's values of {len(wrong)} weights: {', '.join(wrong[:5])}."
-                )
+        files = {"directory": directory, "checksum": directory_checksum(Path(directory))}
+        llm.start_weight_update()
+        try:
+            llm.update_weights({"update_info": files})
+        except Exception as error:
+            raise WeightsNotProven(f"vLLM does not hold the policy's weights: {error}") from error
+        llm.finish_weight_update()
     llm.reset_prefix_cache()
 
 

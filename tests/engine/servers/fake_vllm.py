@@ -12,16 +12,16 @@ from typing import Any
 
 from aiohttp import web
 
-from strop.engine.servers.extension.strop_vllm_worker import checksum_of, read_weights
+from strop.engine.servers.extension.strop_weights_proof import checksum_of, read_weights
 
 
 @dataclass
 class FakeVllm:
-    """`told` overrides what the worker extension tells; `settings` what /server_info says of the model."""
+    """`refusal` is why its workers refuse weights; `settings` overrides what /server_info says of the model."""
 
-    told: dict[str, Any] = field(default_factory=dict)
+    refusal: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    extension: str = "strop_vllm_worker.StropWorker"
+    transfer: dict[str, str] | None = field(default_factory=lambda: {"backend": "strop"})
     is_reset: Any = True
     block_size: int = 32
     num_blocks: int = 22
@@ -45,14 +45,14 @@ class FakeVllm:
         router.add_get("/server_info", self._server_info)
         router.add_get("/metrics", self._metrics)
         router.add_post("/inference/v1/generate", self._generate)
-        for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
+        for path in ("pause", "resume", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"):
             router.add_post(f"/{path}", getattr(self, f"_{path}"))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         if request.query.get("config_format") != "json":
             return web.json_response({"vllm_config": "one long text"})
         model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 100} | self.settings
-        config = {"model_config": model, "parallel_config": {"worker_extension_cls": self.extension}}
+        config = {"model_config": model, "weight_transfer_config": self.transfer}
         return web.json_response({"vllm_config": config})
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -67,22 +67,28 @@ class FakeVllm:
         self.calls.append("resume")
         return web.json_response({"status": "resumed"})
 
-    async def _collective_rpc(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.calls.append(body["method"])
+    async def _start_weight_update(self, _: web.Request) -> web.Response:
+        return web.json_response({"message": "Weight update started"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        update = (await request.json())["update_info"]
+        self.calls.append("update")
         digests: list[Future[bytes]] = []
         with ThreadPoolExecutor(1) as threads:
-            list(read_weights(Path(body["args"][0]), digests, threads))
-        told = {"checksum": checksum_of(digests), "missing": [], "stale": [], "unproven": 0} | self.told
-        return web.json_response({"results": [told]})
+            list(read_weights(Path(update["directory"]), digests, threads))
+        refusal = self.refusal or (checksum_of(digests) != update["checksum"] and "they are damaged")
+        if refusal:
+            message = f"Call to collective_rpc method failed: {refusal}"
+            return web.json_response({"error": {"message": message, "type": "InternalServerError"}}, status=500)
+        return web.json_response({"message": "Weights updated"})
+
+    async def _finish_weight_update(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({"message": "Weight update finished"})
 
     async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
         self.calls.append("reset")
         return web.json_response({"success": self.is_reset})
-
-    async def _update_weight_version(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["new_version"]
-        return web.json_response({"success": True})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

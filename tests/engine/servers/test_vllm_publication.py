@@ -48,19 +48,14 @@ def test_a_server_given_by_address_is_published_to_and_sampled_from(model):
         assert (completion.ids, completion.policy_version, completion.cached_tokens) == ((3, 4, 5), 4, 0)
 
     run(model, fake, scenario)
-    assert fake.calls == ["pause abort", "strop_load_weights", "reset", "resume"] * 2
+    assert fake.calls == ["pause abort", "update", "reset", "resume"] * 2
 
 
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
-        ({"told": {"checksum": "0"}}, "published with checksum .* but vLLM at .* holds 0"),
-        ({"told": {"missing": ["a", "b"]}}, "found no values for 2 of its weights: a, b"),
-        ({"told": {"stale": ["lm_head.weight"]}}, "still computes with older values of 1: lm_head.weight"),
+        ({"refusal": "stale"}, "the published weights are not proven: vLLM at .* failed at /update_weights .*: stale"),
         ({"is_reset": False}, "could not drop the KV cache"),
-        ({"told": {"checksum": 7}}, "answered with garbage: .* at results.0.checksum of"),
-        ({"told": {"stale": None}}, "answered with garbage: .* at results.0.stale of"),
-        ({"told": {"unproven": "some"}}, "answered with garbage: .* at results.0.unproven of"),
         ({"is_reset": "no"}, "answered with garbage: .* at success of"),
     ],
 )
@@ -88,18 +83,18 @@ def test_requests_that_were_kept_fail_with_their_publication_and_so_does_what_wa
         running = asyncio.create_task(engine.complete(make_request("a", [7])))
         await asyncio.sleep(0.1)
         waiting = asyncio.create_task(engine.complete(make_request("b", [1])))
-        fake.told = {"checksum": "0"}
-        with pytest.raises(WeightsNotProven, match="holds 0"):
+        fake.refusal = "stale"
+        with pytest.raises(WeightsNotProven, match="stale"):
             await publish(engine, make_model("llama"), version=1, keeps_requests=True)
         for task in (running, waiting):
             with pytest.raises(WeightsNotProven, match=r"version 1\) was not completed"):
                 await task
-        fake.told = {}
+        fake.refusal = ""
         await publish(engine, make_model("llama"), version=2, keeps_requests=True)
         assert (await engine.complete(make_request("c", [1]))).spans == ((2, 8),)
 
     run(model, fake, scenario, slots=1)
-    published = ["strop_load_weights", "reset", "resume"]
+    published = ["update", "reset", "resume"]
     assert fake.calls == ["pause abort", *published, "pause keep", published[0], "pause keep", *published]
 
 
@@ -168,7 +163,8 @@ def test_a_restarted_server_is_noticed_by_its_first_answer(model):
         (FakeVllm(settings={"logprobs_mode": "raw_logprobs"}), "its logprobs_mode is 'raw_logprobs'"),
         (FakeVllm(settings={"dtype": "torch.bfloat16"}), r"its dtype is torch\.bfloat16, but engine\.dtype is float32"),
         (FakeVllm(settings={"max_model_len": 99}), "conversations of 99 tokens"),
-        (FakeVllm(extension=""), "lacks the worker extension"),
+        (FakeVllm(transfer=None), "its weight_transfer_config is not"),
+        (FakeVllm(transfer={"backend": "nccl"}), "its weight_transfer_config is not"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_refused_with_the_setting(model, fake, match):

@@ -189,7 +189,10 @@ def test_a_server_sees_the_devices_of_its_replica_and_no_module_of_ours(monkeypa
     assert seen["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert seen["A"] == "b"
     assert seen["VLLM_SERVER_DEV_MODE"] == "1"
-    assert [path.name for path in Path(seen["PYTHONPATH"]).glob("[!_]*.py")] == ["strop_vllm_worker.py"]
+    assert sorted(path.name for path in Path(seen["PYTHONPATH"]).glob("[!_]*.py")) == [
+        "strop_vllm_worker.py",
+        "strop_weights_proof.py",
+    ]
 
 
 def test_nan_is_no_number_of_vllms():

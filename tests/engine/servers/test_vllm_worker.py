@@ -1,5 +1,6 @@
 """The proof that a vLLM worker gives, on modules that are built as vLLM builds them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from strop.engine.model_directory import directory_checksum
 from strop.engine.protocol import NamedTensor
-from strop.engine.servers.extension.strop_vllm_worker import StropWorker
+from strop.engine.servers.extension.strop_weights_proof import prove, read_weights
 
 SHAPES = {"embed_tokens": (7, 8), "q_proj": (8, 8), "k_proj": (4, 8), "v_proj": (4, 8), "norm": (8,)}
 NAMES = {name: f"model.{name}.weight" for name in SHAPES}
@@ -65,19 +67,15 @@ class Model(nn.Module):
         return names
 
 
-class Worker(StropWorker):
-    """`repacks`: which matrices vLLM's own reload packs again. It forgets a tied head."""
-
-    def __init__(self, repacks=("qkv_proj",)):
-        self.model = Model()
-        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
-        self.repacks = repacks
-
-    def reload_weights(self, weights_iterator):
-        self.model.load_weights(weights_iterator)
-        for name in self.repacks:
-            module = getattr(self.model.model, name)
-            module.quant_method.process_weights_after_loading(module)
+def load(model, directory, repacks=("qkv_proj",)):
+    """As the transfer engine does. `repacks`: which matrices vLLM's own reload packs again. It forgets a tied head."""
+    digests = []
+    with ThreadPoolExecutor(2) as threads:
+        loaded = model.load_weights(read_weights(directory, digests, threads))
+    for name in repacks:
+        module = getattr(model.model, name)
+        module.quant_method.process_weights_after_loading(module)
+    prove(model, loaded, directory, digests, directory_checksum(directory))
 
 
 @pytest.fixture
@@ -88,29 +86,40 @@ def tensors() -> list[NamedTensor]:
 
 def write(tensors, directory):
     save_file(dict(tensors), directory / "model.safetensors")
-    return str(directory)
+    return directory
 
 
-def test_everything_that_was_read_is_multiplied_by_a_tied_head_included(tensors, tmp_path):
-    worker = Worker()
-    told = worker.strop_load_weights(write(tensors, tmp_path))
-    assert (told["missing"], told["stale"], told["unproven"]) == ([], [], 0)
-    head, x = worker.model.lm_head, torch.ones(1, 8)
+def test_everything_that_was_read_is_multiplied_by_a_tied_head_included(tensors, tmp_path, caplog):
+    model = Model()
+    load(model, write(tensors, tmp_path))
+    head, x = model.lm_head, torch.ones(1, 8)
     assert torch.equal(head.quant_method.apply(head, x), x @ dict(tensors)[NAMES["embed_tokens"]].T)
+    assert not caplog.records
 
 
 def test_a_matrix_whose_packed_copy_is_older_is_named(tensors, tmp_path, monkeypatch):
-    worker = Worker(repacks=())
+    model = Model()
     monkeypatch.setattr(Packing, "process_weights_after_loading", lambda self, module: None)
-    told = worker.strop_load_weights(write(tensors, tmp_path))
-    assert sorted(told["stale"]) == ["lm_head.weight", "model.qkv_proj.weight"]
+    with pytest.raises(
+        ValueError, match=r"older values of 2: (lm_head|model\.qkv_proj)\.weight, (lm_head|model\.qkv_proj)\.weight"
+    ):
+        load(model, write(tensors, tmp_path), repacks=())
 
 
 def test_a_weight_that_the_directory_lacks_is_named(tensors, tmp_path):
-    told = Worker().strop_load_weights(write([each for each in tensors if each[0] != NAMES["norm"]], tmp_path))
-    assert told["missing"] == ["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"no values for 1 of them: model\.norm\.weight"):
+        load(Model(), write([each for each in tensors if each[0] != NAMES["norm"]], tmp_path))
 
 
-def test_a_weight_that_no_module_can_be_asked_about_is_counted(tensors, tmp_path):
-    told = Worker().strop_load_weights(write([*tensors, ("model.other.weight", torch.zeros(2))], tmp_path))
-    assert (told["stale"], told["unproven"]) == ([], 1)
+def test_weights_other_than_those_that_were_published_are_refused(tensors, tmp_path):
+    directory, digests, model = write(tensors, tmp_path), [], Model()
+    with ThreadPoolExecutor(2) as threads:
+        loaded = model.load_weights(read_weights(directory, digests, threads))
+    with pytest.raises(ValueError, match=f"published with checksum other, but it holds {directory_checksum(directory)}"):
+        prove(model, loaded, directory, digests, "other")
+
+
+def test_a_weight_that_no_module_can_be_asked_about_is_counted(tensors, tmp_path, caplog):
+    load(Model(), write([*tensors, ("model.other.weight", torch.zeros(2))], tmp_path))
+    [record] = caplog.records
+    assert record.getMessage().startswith("1 weights were loaded")

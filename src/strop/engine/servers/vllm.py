@@ -7,7 +7,7 @@ published to, is noticed by its next answer.
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import math
 import re
 import shutil
@@ -26,9 +26,9 @@ from strop.engine.servers.reaper import descendants
 from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClient, command_of, environment_of, read
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 
-_log = logging.getLogger(__name__)
 EXTENSION = Path(__file__).with_name("extension")
 EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
+TRANSFER = {"backend": "strop"}  # which the extension registers
 _GENERATE = "/inference/v1/generate"
 _SOCKET = "socket"
 _SHARED_FILE = re.compile(r"(/dev/shm/psm_\w+)")  # as Python's multiprocessing names them
@@ -58,24 +58,22 @@ class VllmServer(Server[VllmConfig]):
         return parse_progress(await self._client.get_text("/metrics", timeout_s=ASK_S))
 
     async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
-        """Pauses the server meanwhile. Its worker extension reads the files and tells the checksum of what it loaded.
+        """Pauses the server meanwhile. Our transfer engine in its workers reads the files, and fails if it cannot prove them.
 
         Requests that are kept lose their KV cache. Resumed, the server computes their context again, with the new weights.
         """
         await self._client.post("/pause", timeout_s=ASK_S, query={"mode": "keep" if keeps_requests else "abort"})
-        timeout_s = self._config.publish_timeout_s
-        answer = await self._client.post(
-            "/collective_rpc",
-            {"method": "strop_load_weights", "args": [str(directory)], "timeout": timeout_s},
-            timeout_s=timeout_s,
-        )
-        if (held := self._checksum_of_all(answer)) != checksum:
-            raise WeightsNotProven(f"weights were published with checksum {checksum}, but {self.name} holds {held}.")
+        await self._client.post("/start_weight_update", timeout_s=ASK_S)
+        files = {"update_info": {"directory": str(directory), "checksum": checksum}}
+        try:
+            await self._client.post("/update_weights", files, timeout_s=self._config.publish_timeout_s)
+        except EngineLost as error:
+            raise WeightsNotProven(f"the published weights are not proven: {error}") from error
+        await self._client.post("/finish_weight_update", {"weight_version": label}, timeout_s=ASK_S)
         query = {"reset_running_requests": str(keeps_requests)}
         reset = await self._client.post("/reset_prefix_cache", timeout_s=ASK_S, query=query)
         if not read(Done, reset, server=self.name).success:
             raise WeightsNotProven(f"{self.name} could not drop the KV cache of its older weights.")
-        await self._client.post("/update_weight_version", {"new_version": label}, timeout_s=ASK_S)
         await self._client.post("/resume", timeout_s=ASK_S)
 
     async def close(self) -> None:
@@ -84,22 +82,6 @@ class VllmServer(Server[VllmConfig]):
             path.unlink(missing_ok=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _checksum_of_all(self, answer: Any) -> str:
-        """Of every worker's reading: each must have read all, and the same, and compute with it."""
-        results = read(AllLoaded, answer, server=self.name).results
-        checksums = {result.checksum for result in results}
-        missing = sorted({name for result in results for name in result.missing})
-        stale = sorted({name for result in results for name in result.stale})
-        if missing:
-            raise WeightsNotProven(f"{self.name} found no values for {len(missing)} of its weights: {', '.join(missing[:5])}.")
-        if stale:
-            raise WeightsNotProven(f"{self.name} still computes with older values of {len(stale)}: {', '.join(stale[:5])}.")
-        if num_unproven := max(result.unproven for result in results):
-            _log.warning("%s: %d weights were loaded, but what computes with them could not be asked.", self.name, num_unproven)
-        if len(checksums) != 1:
-            raise WeightsNotProven(f"the workers of {self.name} read different weights: {', '.join(sorted(checksums))}.")
-        return checksums.pop()
 
     async def _learn_capacity(self) -> Capacity:
         if self._process is None:
@@ -125,12 +107,12 @@ class VllmServer(Server[VllmConfig]):
         except StropError as error:
             raise UserError(f"{self.name} does not offer its development routes. Start it as docs/engines.md says.") from error
         served, config = read(ServerInfo, answer, server=self.name).vllm_config, self._config
-        model, extension = served.model, served.parallel.worker_extension_cls
+        model, transfer = served.model, served.transfer
         mode = model.logprobs_mode
         wrong = {
             f"its logprobs_mode is {mode!r}, not 'processed_logprobs'": mode != "processed_logprobs",
             f"its dtype is {model.dtype}, but engine.dtype is {config.dtype}": config.dtype not in (model.dtype or ""),
-            f"it lacks the worker extension {EXTENSION_CLASS}": extension != EXTENSION_CLASS,
+            f"its weight_transfer_config is not {json.dumps(TRANSFER)}": transfer is None or transfer.backend != "strop",
         }
         self._refuse(wrong, length=model.max_model_len)
 
@@ -153,6 +135,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--generation-config": folder,  # the model directory's own would change how we sample, and ban its EOS with stop ids
         "--load-format": "dummy",  # weights come only by publication, which proves them
         "--worker-extension-cls": EXTENSION_CLASS,
+        "--weight-transfer-config": json.dumps(TRANSFER),
     }
     if config.dtype != "float32":
         # Logits of a trained model are around 20, where bfloat16 goes in steps of an eighth: most of the gap to the trainer.
@@ -264,19 +247,6 @@ class _Generated(Said):
         return (details.cached_tokens if details is not None else None) or 0
 
 
-class Loaded(Said):
-    """What one worker tells of the weights that it read; see the worker extension."""
-
-    checksum: str
-    missing: list[str]
-    stale: list[str]
-    unproven: int
-
-
-class AllLoaded(Said):
-    results: Annotated[list[Loaded], Field(min_length=1)]
-
-
 class Done(Said):
     success: bool
 
@@ -287,13 +257,13 @@ class ModelSettings(Said):
     max_model_len: int = 0
 
 
-class ParallelSettings(Said):
-    worker_extension_cls: str | None = None
+class TransferSettings(Said):
+    backend: str
 
 
 class Settings(Said):
     model: ModelSettings = Field(alias="model_config")  # pydantic has plans of its own for that name
-    parallel: ParallelSettings = Field(alias="parallel_config")
+    transfer: TransferSettings | None = Field(alias="weight_transfer_config", default=None)
 
 
 class ServerInfo(Said):

@@ -1,147 +1,48 @@
-"""Extends a vLLM worker: reads weights from a directory, and proves by checksum that the worker computes with them.
+"""strop's weight transfer engine for vLLM: weights come in the files of a directory, and are proven before it accepts them.
 
-It runs in the server's environment, which has no strop, so this file imports nothing of strop. vLLM mixes the class into its
-worker (`--worker-extension-cls strop_vllm_worker.StropWorker`), and `/collective_rpc` calls its methods in every worker.
+It runs in the server's environment, which has no strop. vLLM imports it in every worker (`--worker-extension-cls
+strop_vllm_worker.StropWorker`), which registers the engine (`--weight-transfer-config '{"backend": "strop"}'`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
+from strop_weights_proof import NUM_THREADS, prove, read_weights
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-_NUM_THREADS = min(4, os.cpu_count() or 1)  # of hashing
-_ROUNDING = 0.01  # of a product in bfloat16, relative; another matrix is off by more than 1
+
+@dataclass
+class FilesInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # Any where vLLM is not installed
+    directory: str
+    checksum: str  # strop's `weights_checksum`
+
+
+class FilesTransferEngine(WeightTransferEngine[WeightTransferInitInfo, FilesInfo]):  # type: ignore[misc]
+    """Replaces every weight in place. All is done in `update_weights`: after a failure there vLLM takes the next update."""
+
+    init_info_cls, update_info_cls = WeightTransferInitInfo, FilesInfo
+
+    def receive_weights(self, update_info: FilesInfo) -> None:
+        directory, digests = Path(update_info.directory), list[Future[bytes]]()
+        initialize_layerwise_reload(self.model)
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            loaded = self.model.load_weights(read_weights(directory, digests, threads))
+        finalize_layerwise_reload(self.model, self.model_config)
+        prove(self.model, loaded, directory, digests, update_info.checksum)
+
+    def start_weight_update(self, *_: object) -> None:
+        """Nothing; nor do the others of vLLM's interface."""
+
+    init_transfer_engine = finish_weight_update = shutdown = start_weight_update
 
 
 class StropWorker:
-    """Methods that are added to vLLM's worker."""
-
-    model_runner: Any  # vLLM's
-    reload_weights: Callable[..., None]
-
-    def strop_load_weights(self, directory: str) -> dict[str, object]:
-        """Replace every weight by what the safetensors files of `directory` hold, in place.
-
-        Returns:
-            checksum: of what was read, by strop's `weights_checksum`.
-            missing: vLLM's names of weights that the directory did not have.
-            stale: modules that still compute with other values than those that were read.
-            unproven: how many of the directory's weights `stale` could not be asked about.
-        """
-        model = self.model_runner.get_model()
-        held = {name for name, _ in model.named_parameters()}
-        digests: list[Future[bytes]] = []
-        loaded: set[str] = set()
-        load_weights = model.load_weights
-
-        def load_and_note(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None:
-            names: set[str] | None = load_weights(weights)
-            loaded.update(held if names is None else names)
-            return names
-
-        model.load_weights = load_and_note  # `reload_weights` only logs what it missed
-        try:
-            with ThreadPoolExecutor(_NUM_THREADS) as threads:
-                self.reload_weights(weights_iterator=read_weights(Path(directory), digests, threads))
-        finally:
-            del model.load_weights
-        _pack_again(model)
-        stale, num_unproven = _hold_against(model, Path(directory))
-        return {"checksum": checksum_of(digests), "missing": sorted(held - loaded), "stale": stale, "unproven": num_unproven}
+    """Adds nothing to vLLM's worker, which imports this file for it."""
 
 
-def checksum_of(digests: list[Future[bytes]]) -> str:
-    """strop's `weights_checksum`, from the digests that `read_weights` began."""
-    total = hashlib.blake2b(digest_size=16)
-    for digest in sorted(each.result() for each in digests):
-        total.update(digest)
-    return total.hexdigest()
-
-
-def read_weights(
-    directory: Path, digests: list[Future[bytes]], threads: ThreadPoolExecutor | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a directory; with `threads`, `digests` gets one digest for each, computed there."""
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name.endswith("rotary_emb.inv_freq"):  # old files hold it; it is computed from the config
-                    continue
-                tensor = file.get_tensor(name)
-                if threads is not None:
-                    if len(digests) >= _NUM_THREADS:
-                        digests[-_NUM_THREADS].result()  # so that few tensors are held at once
-                    digests.append(threads.submit(_digest, name, tensor))
-                yield name, tensor
-
-
-def _digest(name: str, tensor: torch.Tensor) -> bytes:
-    digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
-    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
-
-
-def _pack_again(model: Any) -> None:
-    """What a CPU keeps in a second, packed form: vLLM's reload forgets that of a head that is tied to the embedding."""
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and module.weight.numel() > 0:
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _hold_against(model: Any, directory: Path) -> tuple[list[str], int]:
-    """Modules that do not compute with what `directory` holds, and how many of its weights could not be asked about.
-
-    A matrix is asked by multiplying: it may be kept in a form that only the multiplication knows.
-    """
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return [], len([name for name, _ in read_weights(directory, [])])  # each worker holds a part of every matrix
-    fused_of = {part: (fused, parts) for fused, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
-    modules = dict(model.named_modules())
-    stale: list[str] = []
-    num_unproven = 0
-    waiting: dict[str, dict[str, torch.Tensor]] = {}  # parts of fused matrices
-    for name, tensor in read_weights(directory, []):
-        path, _, kind = name.rpartition(".")
-        parent, _, leaf = path.rpartition(".")
-        if leaf in fused_of and path not in modules:
-            fused, parts = fused_of[leaf]
-            path = f"{parent}.{fused}"
-            found = waiting.setdefault(f"{path}.{kind}", {})
-            found[leaf] = tensor
-            if len(found) < len(parts):
-                continue
-            tensor = torch.cat([found[part] for part in parts])
-            del waiting[f"{path}.{kind}"]
-        module = modules.get(path)
-        if module is None or getattr(module, kind, None) is None:
-            num_unproven += 1
-        elif not _holds(module, kind, tensor):
-            stale.append(f"{path}.{kind}")
-        if name == "model.embed_tokens.weight" and getattr(model.config, "tie_word_embeddings", False):
-            stale += [] if _multiplies_by(model.lm_head, tensor) else ["lm_head.weight"]
-    return stale, num_unproven + sum(len(found) for found in waiting.values())
-
-
-def _holds(module: Any, kind: str, tensor: torch.Tensor) -> bool:
-    is_matrix = kind == "weight" and tensor.ndim == 2
-    if is_matrix and hasattr(module, "quant_method") and type(module).__name__ != "VocabParallelEmbedding":
-        return _multiplies_by(module, tensor)
-    held = getattr(module, kind).detach()[: len(tensor)].cpu()
-    return bool(torch.equal(held, tensor.to(held.dtype)))
-
-
-def _multiplies_by(module: Any, matrix: torch.Tensor) -> bool:
-    """Whether `module` gives the products of `matrix` (rows, columns), up to rounding, with a few random vectors."""
-    device, dtype = next(module.parameters()).device, module.weight.dtype
-    vectors = torch.randn(4, matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.inference_mode():
-        given = module.quant_method.apply(module, vectors.to(device), None)[:, : len(matrix)].float().cpu()
-    expected = vectors.float() @ matrix.to(dtype).float().T
-    return bool((given - expected).norm() <= _ROUNDING * expected.norm())
+WeightTransferEngineFactory.register_engine("strop", FilesTransferEngine)
