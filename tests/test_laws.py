@@ -261,7 +261,7 @@ def test_law_9_a_directory_is_there_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError):
         write_directory(path, half)
     assert (path / "model").read_text() == "whole"
-    (path.parent / ".step-000004.tmp").mkdir()  # what a kill leaves
+    (path.parent / ".step-000004.0a1b.tmp").mkdir()  # what a kill leaves
     assert checkpoints.latest_step(StageDirectory(tmp_path)) == 3
     assert [entry.name for entry in path.parent.iterdir()] == ["step-000003"]
 

@@ -1,12 +1,23 @@
 import errno
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
 from strop.errors import RunError, TrainerLost
-from strop.run_directory import LineWriter, read_json, read_lines, write_directory, write_json, write_text, writing_to
+from strop.run_directory import (
+    LineWriter,
+    StageDirectory,
+    read_json,
+    read_lines,
+    write_directory,
+    write_json,
+    write_text,
+    writing_to,
+)
+from strop.stages.loop.checkpoints import latest_step
 
 
 def test_a_line_that_a_kill_cut_short_is_dropped_by_readers_and_by_the_next_writer(tmp_path):
@@ -80,6 +91,43 @@ def test_a_directory_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path):
         write_directory(tmp_path / "model", lambda directory, text=text: (directory / text).write_text(text) and None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     assert [entry.name for entry in (tmp_path / "model").iterdir()] == ["two"]
+
+
+def test_a_writer_of_an_earlier_try_that_is_still_at_work_changes_nothing(tmp_path):
+    """A rank whose machine was cut off, and that still sees the shared directory."""
+    has_begun, may_go_on, said = threading.Event(), threading.Event(), []
+
+    def of_earlier_try(directory):
+        (directory / "weights").write_text("earlier")
+        has_begun.set()
+        may_go_on.wait(10)
+        try:
+            (directory / "state").write_text("earlier")
+        except OSError as error:
+            said.append(type(error))
+        raise TrainerLost
+
+    path = StageDirectory(tmp_path).checkpoint(3)
+
+    def write_earlier():
+        with pytest.raises(TrainerLost):
+            write_directory(path, of_earlier_try)
+
+    earlier = threading.Thread(target=write_earlier)
+    earlier.start()
+    assert has_begun.wait(10)
+
+    def of_this_try(directory):
+        (directory / "weights").write_text("this")
+        (directory / "state").write_text("this")
+        may_go_on.set()
+        earlier.join(10)
+
+    assert latest_step(StageDirectory(tmp_path)) == 0
+    write_directory(path, of_this_try)
+    assert {file.name: file.read_text() for file in path.iterdir()} == {"weights": "this", "state": "this"}
+    assert latest_step(StageDirectory(tmp_path)) == 3
+    assert said == [FileNotFoundError]
 
 
 def test_what_went_wrong_while_a_directory_was_filled_takes_no_room(tmp_path):

@@ -10,11 +10,13 @@ readers drop such a line. docs/run-directory.md describes each file for other pr
 from __future__ import annotations
 
 import functools
+import glob
 import gzip
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import zlib
@@ -302,9 +304,10 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _restore(path)
-        temporary = path.with_name(f".{path.name}.tmp")
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        for half in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            shutil.rmtree(half, ignore_errors=True)
+        # The name is new: a process of an earlier try, on a machine that was cut off, may still write into its own.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         temporary.mkdir()
         try:
             fill(temporary)

@@ -27,7 +27,7 @@ def scripted_sandbox(monkeypatch):
     """No test here is of programs, and a real sandbox takes a second to start."""
 
     @asynccontextmanager
-    async def scripted(config, *, token):
+    async def scripted(config):
         yield ScriptedSandbox(answer=sums_and_errors)
 
     monkeypatch.setattr("strop.pipeline.run.open_service", scripted)
@@ -181,7 +181,7 @@ def test_a_run_in_which_no_stage_has_begun_takes_the_mended_recipe(mistake, stro
     recipe = write_recipe(tmp_path, stages={"base": RECIPE["stages"]["base"]}, tools={"convert": {"kind": "function"}})
     words = ["train", recipe, "--runs", tmp_path / "runs"]
     mistake(*words, "--set", "tools.convert.function=mended_tools:convrt")
-    assert [path.name for path in (tmp_path / "runs" / "scripted").iterdir()] == ["manifest.json"]
+    assert {path.name for path in (tmp_path / "runs" / "scripted").iterdir()} == {".lock", "manifest.json", "events.jsonl"}
     code, said = strop(*words, "--set", "tools.convert.function=mended_tools:convert", "--set", "seed=3")
     assert code == 0, said
     manifest = json.loads((tmp_path / "runs" / "scripted" / "manifest.json").read_text())

@@ -68,6 +68,7 @@ ROLLOUT_KEYS = {
 def test_a_run_leaves_a_directory_that_other_programs_can_read(scripted_run):
     run = scripted_run.run
     assert {entry.name for entry in run.path.iterdir()} == {
+        ".lock",
         "manifest.json",
         "metrics.jsonl",
         "updates.jsonl",

@@ -205,12 +205,12 @@ def test_a_stage_that_is_let_go_leaves_no_steps_behind(tmp_path):
 
 def test_a_run_directory_that_is_in_use_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
-    descriptor = os.open(tmp_path / "run", os.O_RDONLY)
+    descriptor = os.open(tmp_path / "run" / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with pytest.raises(RunError, match="another strop is running there"):
             run_recipe(tmp_path / "run", make_recipe())
-        assert not any((tmp_path / "run").iterdir())
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     finally:
         os.close(descriptor)
     run_recipe(tmp_path / "run", make_recipe())

@@ -36,8 +36,8 @@ def calls_are_open(run):
 
 
 def is_in_checkpoint(run):
-    half = run.stage("rl").checkpoints / ".step-000002.tmp" / "model" / "model.safetensors"
-    return half.exists() and half.stat().st_size > 0
+    halves = run.stage("rl").checkpoints.glob(".step-000002.*.tmp/model/model.safetensors")
+    return any(half.stat().st_size > 0 for half in halves)
 
 
 def assert_equal_runs(run, other):
@@ -108,7 +108,7 @@ def test_law_9_a_run_that_is_killed_in_every_stage_ends_the_same(undisturbed, tm
     finish(run)
     warned = [line["text"] for line in read_lines(run.events) if line["event"] == "warning"]
     [warning] = [text for text in warned if "half written" in text]
-    assert warning.startswith(f"{half.with_name(half.name[1:-4])} was half written")
+    assert warning.startswith(f"{half.with_name(half.name.split('.')[1])} was half written")
     assert "the checkpoint before it is used" in warning
     assert_equal_runs(run, undisturbed)
     assert not list(run.path.rglob(".*.tmp"))
@@ -146,7 +146,7 @@ def test_a_kill_while_the_best_policy_is_replaced_leaves_the_old_one_or_the_new_
 
 def test_a_checkpoint_that_is_half_written_is_named(tmp_path):
     context = FakeContext(tmp_path / "rl")
-    half = context.directory.checkpoints / ".step-000002.tmp" / "model"
+    half = context.directory.checkpoints / ".step-000002.0a1b.tmp" / "model"
     half.mkdir(parents=True)
     assert asyncio.run(checkpoints.resume(context, None)) == 0
     [warning] = context.warnings

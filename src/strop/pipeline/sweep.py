@@ -317,7 +317,7 @@ def _check_directory(sweep: Sweep, directory: Path) -> None:
     """Raise `RunError` unless `directory` is new, or holds this sweep with at most as many arms and seeds."""
     path = directory / "arms.json"
     if not path.exists():
-        if directory.exists() and any(not entry.name.endswith(".tmp") for entry in directory.iterdir()):
+        if directory.exists() and any(not entry.name.startswith(".") for entry in directory.iterdir()):
             raise RunError(f"{directory}: not empty, and not a sweep directory (no arms.json). Choose another --run-dir.")
         return
     recorded, arms = read_json(path), _arms_json(sweep)

@@ -41,7 +41,8 @@ def locked(run: RunDirectory) -> Iterator[None]:
     Raises:
         RunError: another process uses the directory.
     """
-    descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # A file open for writing, not the directory: NFS passes only its locks on to other machines.
+    descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -83,7 +84,7 @@ def check_directory(run: RunDirectory, recipe: Recipe) -> None:
                 f"{run.path}: the recipe lacks stages that have begun there: {', '.join(gone)}. Give this run another name with"
                 " --name."
             )
-    elif any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):  # a kill may leave half a manifest
+    elif any(not entry.name.startswith(".") for entry in run.path.iterdir()):  # the lock; after a kill half a manifest
         raise RunError(
             f"{run.path}: not empty, and not a run directory (no manifest.json). Choose another with --runs or --name."
         )

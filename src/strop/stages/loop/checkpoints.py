@@ -21,7 +21,7 @@ from strop.training.config import TrainerConfig
 from strop.training.weights import Checkpointed, WriteCheckpoint
 
 _NAME = re.compile(r"^step-(\d+)$")
-_HALF = re.compile(r"^\.(step-\d+)\.tmp$")
+_HALF = re.compile(r"^\.(step-\d+)\.\w+\.tmp$")
 _LONGEST_S = 1800.0  # of training without a checkpoint
 _CHECKSUMS = "checksums.json"  # SHA-256 of every other file, by its path within the checkpoint
 
@@ -106,7 +106,7 @@ def _remove_half_written(directory: StageDirectory) -> list[str]:
     restore_directories(directory.checkpoints)
     left = sorted(directory.checkpoints.glob(".*.tmp"))
     for each in left:
-        shutil.rmtree(each)
+        shutil.rmtree(each, ignore_errors=True)  # a rank that was cut off may still write there
     return [match.group(1) for each in left if (match := _HALF.match(each.name))]
 
 
