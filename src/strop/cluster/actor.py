@@ -15,12 +15,17 @@ from strop.cluster.connection import Connection, enter, first_line, leave
 from strop.cluster.placement import Node
 from strop.errors import ActorsLost
 
-_PING_S = 1.0
+_PING_S = 0.8
 _SILENT_PINGS = 4  # in a row: then a process is lost
 _OPEN_S = 600.0  # to start a process and make its object
 _MAX_CALLS = 100_000  # of an actor at the same time; pings are among them
 _THREADS = "OMP_NUM_THREADS"
-_STATES = {"T": " (it was stopped by a signal)", "t": " (a debugger holds it)", "D": " (it waits for a disk or a device)"}
+_STATES = {
+    "T": " (it was stopped by a signal)",
+    "t": " (a debugger holds it)",
+    "D": " (it waits for a disk or a device)",
+    "cut": " (its node is silent as well)",
+}
 
 
 class _AsyncHost(Host):
@@ -89,6 +94,7 @@ class Actor:
         self._connection, self._host, self._node, self._what, self._log = connection, host, node, what, log
         self._has_answered = True  # since the last ping
         self._num_sent = 0
+        self._is_open = False  # whether it has made its object
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._tasks: list[asyncio.Task[None]] = []  # the pings, and the end
 
@@ -129,13 +135,14 @@ class Actor:
         try:
             async with asyncio.timeout(_OPEN_S):
                 actor.pid = await actor._answer("start", actor._host.pid.remote())
+                actor._tasks.append(asyncio.create_task(actor._watch()))
                 await actor._answer("start", actor._host.open.remote(pickle.dumps((kind, arguments))))
+                actor._is_open = True
         except TimeoutError as error:
             raise actor.lose(f"did not start within {_OPEN_S:g} s") from error
         except BaseException:
             await actor.close()
             raise
-        actor._tasks.append(asyncio.create_task(actor._watch()))
         return actor
 
     @property
@@ -175,10 +182,16 @@ class Actor:
         if not self._lost.done():
             self._begin(name, arguments)
 
-    def lose(self, why: str) -> ActorsLost:
+    async def wait_lost(self) -> None:
+        """Return when it is lost or closed."""
+        await asyncio.wait({self._lost})
+
+    def lose(self, why: str, *, is_closed: bool = False) -> ActorsLost:
         """End the process and every call. Return the error for the caller."""
         if not self._lost.done():
             self._lost.set_result(f"{self.title} {why}. {end_of_log(self._log)}")
+            if not is_closed:
+                self._connection.note("process_lost", process=self._what, node=str(self._node), reason=why)
             for task in self._tasks:
                 task.cancel()
             self._tasks.append(asyncio.create_task(asyncio.to_thread(self._end)))
@@ -186,7 +199,7 @@ class Actor:
 
     async def close(self) -> None:
         """Return when the process has ended. May be called twice."""
-        self.lose("was closed")
+        self.lose("was closed", is_closed=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, name: str, arguments: tuple[Any, ...]) -> tuple[int, Any]:
@@ -218,18 +231,27 @@ class Actor:
 
     async def _watch(self) -> None:
         """Pings are counted, not timed: when this process itself was held up, the other is not to blame."""
-        num_silent = 0
-        while num_silent < _SILENT_PINGS:
+        num_silent, of_node = 0, None
+        while True:
             self._has_answered = False
             ping = asyncio.ensure_future(self._answer("a ping", self._host.pid.remote()))
             ping.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.sleep(_PING_S)
             num_silent = 0 if self._has_answered else num_silent + 1
-        state = ""
-        with contextlib.suppress(ActorsLost):  # its node is silent as well
-            letter = await asyncio.to_thread(self._connection.run, self._node, state_of, self.pid, timeout_s=_PING_S)
-            state = _STATES.get(letter, "")
-        self.lose(f"hangs: it answered none of {num_silent} pings, one every {_PING_S:g} s{state}")
+            if num_silent == 1 and self.elsewhere is not None:
+                of_node = self._connection.start(self._node, state_of, self.pid)
+            if num_silent < _SILENT_PINGS:
+                continue
+            try:
+                state = state_of(self.pid) if of_node is None else self._connection.wait(self._node, of_node, 0.0)
+            except ActorsLost as error:  # its node had the time of the other pings
+                self._connection.set_aside(self._node, str(error))
+                state = "cut"
+            if self._is_open or state in ("T", "t", "cut"):
+                break
+            num_silent = 0  # it makes its object, and may answer nothing meanwhile
+        why = _STATES.get(state, "")
+        self.lose(f"hangs: it answered none of {num_silent} pings, one every {_PING_S:g} s{why}")
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # Ray may have ended

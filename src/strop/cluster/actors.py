@@ -26,6 +26,7 @@ _GRACE_S = 10.0  # for the other processes, when one has reported a fault or sha
 _LOOK_S = 1.0  # between two looks whether all are running
 _KILL_S = 2.0  # until a process that Ray is to end is killed
 _TAIL_CHARS = 2_000  # of a log, in a message
+_NOT_RUNNING = {"T": "was stopped", "t": "was stopped", "Z": "ended", "X": "ended", "": "ended"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ class Actors:
         self._lost = ""
         self._silent: Node | None = None
         self._lock = threading.RLock()  # `close` is also called within a call
+        self._ended = threading.Event()
         self._logs = Path(tempfile.mkdtemp(prefix="strop-actors-", dir=self._connection.directory))
         host = self._ray.remote(Host)
         self.pids: list[int] = []
@@ -128,6 +130,7 @@ class Actors:
                     host.options(**self._connection.options(node, gpus)).remote(import_path(), self._log(number))
                 )
             self.pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout_s)
+            threading.Thread(target=self._watch, daemon=True).start()
         except self._ray.exceptions.RayError as error:
             self.close()
             raise ActorsLost(f"{key}: Ray did not start {num} processes: {first_line(error)}. {LOGS}") from error
@@ -140,11 +143,12 @@ class Actors:
 
         Raises what all of them raise, and `ActorsLost`.
         """
-        refs = [
-            actor.make.remote(pickle.dumps((kind, arguments)))
-            for actor, arguments in zip(self._actors, arguments_of, strict=True)
-        ]
-        self._collect("start", refs)
+        with self._lock:
+            refs = [
+                actor.make.remote(pickle.dumps((kind, arguments)))
+                for actor, arguments in zip(self._actors, arguments_of, strict=True)
+            ]
+            self._collect("start", refs)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Return the first process's result when all have answered.
@@ -172,6 +176,7 @@ class Actors:
 
     def close(self) -> None:
         """End all processes, after the running call or a short time, and Ray with the last of them. Safe to call twice."""
+        self._ended.set()
         is_idle = self._lock.acquire(timeout=_GRACE_S)
         try:
             for actor in self._actors:
@@ -220,6 +225,18 @@ class Actors:
             raise self._lose("; ".join(what), next(iter([*faults, *silent])))  # a silent one has nothing in its log
         return answers[0]
 
+    def _watch(self) -> None:
+        """Notice a loss between calls; the next call raises it."""
+        while not self._ended.wait(_LOOK_S):
+            if self._lock.acquire(blocking=False):
+                try:
+                    if not self._ended.is_set():
+                        self._check_running("a wait")
+                except ActorsLost:
+                    pass
+                finally:
+                    self._lock.release()
+
     def _check_running(self, call: str) -> None:
         """Raises `ActorsLost` for a stopped process or a silent node, which Ray does not report, or late."""
         by_node = self._pids_by_node()
@@ -227,9 +244,9 @@ class Actors:
             self._silent, number = silent, self.nodes.index(silent)
             raise self._lose(f"{self._name(number)}: its node was silent during {call}", number)
         for node, pids in by_node.items():
-            for pid in self._connection.run(node, _stopped, pids):
+            for pid, what in self._connection.run(node, _not_running, pids).items():
                 number = self.pids.index(pid)
-                raise self._lose(f"{self._name(number)} was stopped during {call}", number)
+                raise self._lose(f"{self._name(number)} {what} during {call}", number)
 
     def _pids_by_node(self) -> dict[Node, list[int]]:
         """Return the processes that have started, by node."""
@@ -248,13 +265,14 @@ class Actors:
 
     def _lose(self, what: str, number: int) -> ActorsLost:
         self._lost = f"{what}. {end_of_log(self._log(number))}"
+        self._connection.note("process_lost", process=self._what, node=str(self.nodes[number]), reason=what)
         self.close()
         return ActorsLost(self._lost)
 
 
-def _stopped(pids: Sequence[int]) -> list[int]:
-    """Return those of `pids` on this machine that a signal or a debugger has stopped."""
-    return [pid for pid in pids if state_of(pid) in ("T", "t")]
+def _not_running(pids: Sequence[int]) -> dict[int, str]:
+    """Return those of `pids` on this machine that have ended, or that a signal or a debugger has stopped."""
+    return {pid: _NOT_RUNNING[state] for pid in pids if (state := state_of(pid)) in _NOT_RUNNING}
 
 
 def state_of(pid: int) -> str:

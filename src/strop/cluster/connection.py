@@ -36,7 +36,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 """Variables of `ray start` on every node, and of the program that uses the cluster."""
 
 _ANSWER_S = 30.0  # of an agent that has something to do
-_SILENT_S = 3.5  # of an agent that is only asked how it is
+_NUM_LOOKS, _LOOK_S = 7, 0.5  # for the answer of an agent that is only asked how it is
+_CONNECT_S = 3.5
 _START_S = 60.0
 
 
@@ -61,11 +62,13 @@ class Connection:
         ray: the module.
         directory: that all nodes see, or None if only this machine is used.
         placement: of the stage that runs.
+        note: is called with a loss, the name of an event and its fields, in any thread.
     """
 
     def __init__(self, ray: Any, directory: Path | None = None) -> None:
         self.ray, self.directory = ray, directory
         self.num_users = 0
+        self.note: Callable[..., None] = lambda event, **fields: None
         self.placement: Placement | None = None
         self._here: str = ray.get_runtime_context().get_node_id()
         self._agents: dict[str, Any] = {}
@@ -163,19 +166,24 @@ class Connection:
     def find_silent(self, nodes: Sequence[Node]) -> Node | None:
         """Return the first of `nodes` that does not say within some seconds how it is. It is not used again."""
         asked = {node: self.start(node, time.monotonic) for node in set(nodes) if not self.is_here(node)}
-        if not asked:
-            return None
-        ready, _ = self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SILENT_S)
+        missing = list(asked.values())
+        # Looks are counted, not timed: when this process itself was held up, the nodes are not to blame.
+        for _ in range(_NUM_LOOKS):
+            if missing:
+                missing = self.ray.wait(missing, num_returns=len(missing), timeout=_LOOK_S)[1]
         for node, ref in asked.items():
             try:
-                if ref in ready:
-                    self.ray.get(ref)
-                    continue
-            except self.ray.exceptions.RayError:
-                pass
-            self._lost.add(node.id)
-            return node
+                self.wait(node, ref, 0.0)
+            except ActorsLost as error:
+                self.set_aside(node, str(error))
+                return node
         return None
+
+    def set_aside(self, node: Node, why: str) -> None:
+        """Use a node no more, though Ray may still take it for alive."""
+        if node.id not in self._lost:
+            self._lost.add(node.id)
+            self.note("node_lost", node=str(node), reason=why)
 
 
 def _name(node: Mapping[str, Any], *, is_unique: bool) -> str:
@@ -304,7 +312,7 @@ def _check_listens(address: str) -> None:
     """Raises `OSError` or `ValueError` if nothing listens at host:port."""
     if address != "auto":
         host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_SILENT_S).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def placed() -> Placement | None:
