@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import pytest
 
 from strop.cluster.local import LocalNode
+
+_CLONE_NEWNET = 0x40000000
+_SLOW = ("netem", "delay", "100ms", "40ms", "loss", "1%", "rate", "4mbit")
+_SLOW_WITHOUT_NETEM = ("tbf", "rate", "2mbit", "burst", "16kb", "latency", "400ms")
+_ResultT = TypeVar("_ResultT")
 
 
 class Machines:
@@ -66,10 +73,39 @@ class Machines:
     def mend(self, number: int) -> None:
         _ip("link", "set", self._ends[number], "up")
 
+    def slow(self, number: int) -> str:
+        """Let its link have little bandwidth, and delay and lose packets where the kernel has netem. Return how."""
+        for how in (_SLOW, _SLOW_WITHOUT_NETEM):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self._tc(number, "add", *how)
+                return " ".join(how)
+        raise AssertionError("the kernel has neither netem nor tbf")
+
+    def hasten(self, number: int) -> None:
+        self._tc(number, "delete")
+
+    def run_in(self, number: int, work: Callable[[], _ResultT]) -> _ResultT:
+        """`work` in a thread of this process that is on a machine, and so is all that it starts."""
+
+        def enter() -> None:
+            namespace = os.open(f"/run/netns/{self.names[number]}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), "setns")
+            finally:
+                os.close(namespace)
+
+        with ThreadPoolExecutor(max_workers=1, initializer=enter) as thread:
+            return thread.submit(work).result()
+
     def pids(self, number: int) -> set[int]:
         """The processes of a machine."""
         found = subprocess.run(["ip", "netns", "pids", self.names[number]], check=True, capture_output=True, text=True)
         return set(map(int, found.stdout.split()))
+
+    def _tc(self, number: int, act: str, *how: str) -> None:
+        for namespace, device in (((), self._ends[number]), (("-n", self.names[number]), "eth0")):
+            subprocess.run(["tc", *namespace, "qdisc", act, "dev", device, "root", *how], check=True, capture_output=True)
 
     def _remove(self) -> None:
         for name in self.names:

@@ -54,8 +54,8 @@ class LocalCluster:
         # Without one `ray start` refuses to start.
         subprocess.run([*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True)
         try:
-            for number, node in enumerate(self._nodes):
-                self._start(number, node)
+            for number in range(len(self._nodes)):
+                self.start(number)
         except BaseException:
             self.close()
             raise
@@ -83,7 +83,9 @@ class LocalCluster:
             process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self, number: int, node: LocalNode) -> None:
+    def start(self, number: int) -> None:
+        """Start a node, or start it again after its end."""
+        node = self._nodes[number]
         place = self._directory / str(number)
         log = self._directory / f"{number}.log"
         port = self.address.rpartition(":")[2]
@@ -99,7 +101,7 @@ class LocalCluster:
                 env={**os.environ, **RAY_ENVIRONMENT, **(node.environment or {})},
                 start_new_session=True,  # with all that it starts
             )
-        self.processes.append(process)
+        self.processes[number : number + 1] = [process]
         deadline = time.monotonic() + _UP_S
         while "Ray runtime started" not in (said := log.read_text(errors="replace")):
             if process.poll() is not None or time.monotonic() > deadline:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from strop.cluster.actor import Actor
-from strop.cluster.placement import Node
-from strop.errors import MachineError
+from strop.cluster.connection import Connection
+from strop.cluster.placement import Node, Roles
+from strop.errors import MachineError, StropError
 from strop.sandbox.config import SandboxConfig
+from strop.sandbox.protocol import CodeService
 
 _CLOSE_S = 15.0
+_PAUSE_S = 5.0  # before a service that did not start is started again
 
 
 class _Hosted:
@@ -42,17 +45,24 @@ class _Hosted:
 
 
 @contextlib.asynccontextmanager
-async def open_services(config: SandboxConfig, nodes: Sequence[Node], logs: Path) -> AsyncIterator[tuple[SandboxConfig, str]]:
-    """Start a service on each of `nodes`, with all processors there. Yields the config of their clients, and the token.
+async def open_services(
+    config: SandboxConfig, connection: Connection, num: int, logs: Path, notice: Callable[[str], None]
+) -> AsyncIterator[CodeService]:
+    """Start a service on each of `num` nodes, with all processors there, and another one in place of one that is lost.
+
+    Args:
+        notice: is called with a sentence when a service falls silent, is lost, or works again.
 
     Raises:
-        UserError: a node cannot give the level that `config` asks for.
+        UserError: there are too few nodes, or one cannot give the level that `config` asks for.
         ActorsLost: a process did not start.
     """
+    from strop.sandbox.client.client import open_services as open_client  # needs aiohttp, which the extra `cluster` has
+
     token = secrets.token_urlsafe()
     # The numbers of this machine's processors are not those of the nodes: their own defaults hold there.
     keys = {key: getattr(config, key) for key in config.model_fields_set if key != "url"}
-    actors: list[Actor] = []
+    actors: dict[int, tuple[Actor, Node]] = {}
 
     async def start(number: int, node: Node) -> str:
         actor = await Actor.start(
@@ -66,15 +76,37 @@ async def open_services(config: SandboxConfig, nodes: Sequence[Node], logs: Path
             environment={},
             node=node,
         )
-        actors.append(actor)
+        actors[number] = actor, node
         url: str = await actor.call("url")
         return url
 
+    async def keep(number: int, url: str) -> None:
+        while True:
+            await actors[number][0].wait_lost()
+            taken = [node.id for other, (_, node) in actors.items() if other != number]
+            node = min(reversed(connection.nodes()), key=lambda node: taken.count(node.id))
+            try:
+                moved = await start(number, node)
+            except StropError as error:
+                notice(f"code service {number} was not started again on {node}: {error}")
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                await client.move(url, moved)
+                notice(f"code service {number} was started again on {node}.")
+                url = moved
+
+    nodes = connection.place(Roles(sandboxes=num)).sandboxes
+    keeping: list[asyncio.Task[None]] = []
     try:
         urls = await asyncio.gather(*(start(number, node) for number, node in enumerate(nodes)))
-        yield config.model_copy(update={"url": tuple(urls)}), token
+        async with open_client(config.model_copy(update={"url": tuple(urls)}), token, notice=notice) as client:
+            keeping += [asyncio.create_task(keep(number, url)) for number, url in enumerate(urls)]
+            yield client
     finally:
-        await asyncio.gather(*map(_close, actors))
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        await asyncio.gather(*(_close(actor) for actor, _ in actors.values()))
 
 
 async def _close(actor: Actor) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from strop import user_code
 from strop.cluster.connection import Connection, connected
-from strop.cluster.placement import Roles
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
 from strop.errors import TrainerLost
@@ -89,15 +88,25 @@ async def train(
         opened.enter_context(locked(run))
         connection = opened.enter_context(connected(recipe.cluster, directory))
         selected = select(run, recipe, command, until=until, start=start, only=only)
+        events = opened.enter_context(closing(LineWriter(run.events)))
+
+        def note(event: str, **fields: Any) -> None:
+            events.append({"event": event, "stage": "", "time": time.time(), **fields})
+
+        def notice(text: str) -> None:
+            note("warning", text=text)
+            progress.warning(text)
+
+        if connection is not None:
+            connection.note = note
         if runner is None:
-            sandbox, token = recipe.sandbox, None
             if connection is not None and recipe.cluster is not None and (num := recipe.cluster.sandbox_nodes):
-                nodes = connection.place(Roles(sandboxes=num)).sandboxes
-                sandbox, token = await opened.enter_async_context(open_services(sandbox, nodes, run.path / "logs"))
-            runner = await opened.enter_async_context(open_service(sandbox, token=token))  # before torch has threads (law 7)
+                opening = open_services(recipe.sandbox, connection, num, run.path / "logs", notice)
+            else:
+                opening = open_service(recipe.sandbox)
+            runner = await opened.enter_async_context(opening)  # before torch has threads (law 7)
         is_done = all(run.stage(name).done.exists() for name in selected.stages)
         tools = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
-        events = opened.enter_context(closing(LineWriter(run.events)))
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:
             opened.callback(tracker.close)

@@ -23,7 +23,7 @@ from strop.sandbox import SandboxConfig
 from strop.sandbox.client import calls as client_calls
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.local import open_service
-from strop.sandbox.protocol import PairVerdict, RunRequest, SessionLimits, VerifyRequest
+from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 
 NUM_CALLS = 3000
 NUM_CELLS = 100
@@ -79,6 +79,28 @@ def test_the_least_loaded_service_is_asked_and_a_session_stays_where_it_was_open
 
 async def collect(verdicts: AsyncIterator[tuple[int, PairVerdict]]) -> dict[int, PairVerdict]:
     return {index: verdict async for index, verdict in verdicts}
+
+
+def test_a_service_at_another_address_takes_the_calls_of_a_lost_one_and_none_of_its_sessions() -> None:
+    async def play() -> None:
+        async with serving(scripted("kept")) as kept, contextlib.AsyncExitStack() as second:
+            doomed = await second.enter_async_context(serving(scripted("lost")))
+            client = SandboxClient([kept.url, doomed.url])
+            sessions = [await client.open_session(SessionLimits()) for _ in range(4)]
+            await client.run(RunRequest(code="a", session=sessions[0]))
+            await second.aclose()
+            async with serving(scripted("new")) as other:
+                await client.move(doomed.url, other.url)
+                nodes: set[str] = set()
+                while nodes != {"kept", "new"}:
+                    results = await asyncio.gather(*(client.run(RunRequest(code=str(n))) for n in range(50)))
+                    nodes |= {result.node for result in results}
+                cells = [client.run(RunRequest(code="b", session=session)) for session in sessions]
+                ended = await asyncio.gather(*cells, return_exceptions=True)
+                assert Counter(type(each) for each in ended) == {RunResult: 2, SessionLost: 2}
+                await client.close()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -384,7 +384,7 @@ class Calls:
             self._spawn(service.close())  # ends other requests that wait for it
         elif silent_s > _SUSPECT_S and not service.is_silent:
             service.is_silent = True
-            _log.warning("the code service at %s has been silent for %.1f s", service.url, silent_s)
+            service.notice(f"the code service at {service.url} has been silent for {silent_s:.1f} s")
         elif silent_s < _SUSPECT_S:
             service.is_silent = False
             if now - stream.made_at > _PROVEN_S:

@@ -14,7 +14,16 @@ from pydantic_core import PydanticSerializationError
 
 from strop.errors import MachineError, Overloaded, SessionLost, UserError
 from strop.sandbox.client.calls import Calls
-from strop.sandbox.client.http_client import CONNECTION_ERRORS, SILENCE_S, Patience, ServiceHttp, Services, backoff_s
+from strop.sandbox.client.http_client import (
+    CONNECTION_ERRORS,
+    SILENCE_S,
+    Notice,
+    Patience,
+    ServiceHttp,
+    Services,
+    backoff_s,
+    log_notice,
+)
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import CodeService, PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.server.ndjson import ErrorLine, Health, LineSplitter, SessionReply, TooLong, VerdictLine
@@ -46,6 +55,7 @@ class SandboxClient(CodeService):
         no_node_s: how long every service may be unable to run anything before calls raise `NoNodes`.
         reconnect_s: how long every service may be out of reach before calls raise `MachineError`.
         connect_s: the same before the first answer; then calls raise `UserError`, as for a wrong address.
+        notice: is called with a sentence when a service falls silent, is lost, or works again. Default: a warning in the log.
     """
 
     def __init__(
@@ -58,10 +68,11 @@ class SandboxClient(CodeService):
         no_node_s: float = 60.0,
         reconnect_s: float = 60.0,
         connect_s: float = 5.0,
+        notice: Notice = log_notice,
     ) -> None:
         patience = Patience(patience_s=patience_s, no_node_s=no_node_s, reconnect_s=reconnect_s, connect_s=connect_s)
         urls = [url] if isinstance(url, str) else url
-        self._services = Services(urls, token=token, client=client or uuid.uuid4().hex, patience=patience)
+        self._services = Services(urls, token=token, client=client or uuid.uuid4().hex, patience=patience, notice=notice)
         self._homes: dict[str, ServiceHttp] = {}  # of sessions
         self._calls: Calls | None = None
 
@@ -141,6 +152,12 @@ class SandboxClient(CodeService):
             raise self._services.all[0].loss()
         return health
 
+    async def move(self, url: str, other: str) -> None:
+        """Call a service at the address `other` in place of the one at `url`, which is lost with its sessions."""
+        service = next(service for service in self._services.all if service.url == url)
+        service.url, service.retry_at = other, 0.0
+        await service.close()
+
     async def close(self) -> None:
         if self._calls is not None:
             await self._calls.close()
@@ -211,9 +228,11 @@ class SandboxClient(CodeService):
 
 
 @contextlib.asynccontextmanager
-async def open_services(config: SandboxConfig, token: str | None) -> AsyncIterator[SandboxClient]:
+async def open_services(
+    config: SandboxConfig, token: str | None, *, notice: Notice = log_notice
+) -> AsyncIterator[SandboxClient]:
     """Open the services of `config.url`. Raises `UserError` if one has another token, or a level below `config.min_level`."""
-    async with SandboxClient(config.url, token=token) as client:
+    async with SandboxClient(config.url, token=token, notice=notice) as client:
         for url, health in (await client.health()).items():
             if not health.nodes:  # a healthy service has one, and shows it only for its token
                 raise UserError(

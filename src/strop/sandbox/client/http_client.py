@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,7 +20,10 @@ try:
 except ImportError as error:
     raise UserError("a code service is reached with aiohttp, which is not installed: pip install 'strop[serve]'.") from error
 
-_log = logging.getLogger(__name__)
+Notice: TypeAlias = Callable[[str], None]
+"""Is called with a sentence when a service falls silent, is lost, or works again."""
+
+log_notice: Notice = logging.getLogger(__name__).warning
 
 _CONNECT_S = 5.0  # also for the health of a service
 _ANSWER_S = 60.0  # for a request that is no stream
@@ -43,7 +46,8 @@ class Patience:
 class ServiceHttp:
     """One code service: its address, a pool of connections, and what is known of its state. Belongs to one event loop."""
 
-    def __init__(self, url: str, *, token: str | None, client: str, patience: Patience) -> None:
+    def __init__(self, url: str, *, token: str | None, client: str, patience: Patience, notice: Notice) -> None:
+        self.notice = notice
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8517.")
@@ -104,7 +108,7 @@ class ServiceHttp:
         self.num_failures, self.retry_at = 0, 0.0
         if self.lost_at is not None:
             self.lost_at = None
-            _log.warning("the code service at %s works again", self.url)
+            self.notice(f"the code service at {self.url} works again")
 
     def note_error(self, error: Exception) -> None:
         """A request failed and will be tried again. The first failure of a service that worked is logged."""
@@ -117,7 +121,7 @@ class ServiceHttp:
         self._error = error
         if self.lost_at is None:
             self.lost_at = now
-            _log.warning("the code service at %s is lost: %s", self.url, self._reason)
+            self.notice(f"the code service at {self.url} is lost: {self._reason}")
 
     @property
     def lost_s(self) -> float:
@@ -171,9 +175,9 @@ class ServiceHttp:
 class Services:
     """The code services of one client, at least one."""
 
-    def __init__(self, urls: Sequence[str], *, token: str | None, client: str, patience: Patience) -> None:
+    def __init__(self, urls: Sequence[str], *, token: str | None, client: str, patience: Patience, notice: Notice) -> None:
         self.patience = patience
-        self.all = [ServiceHttp(url, token=token, client=client, patience=patience) for url in urls]
+        self.all = [ServiceHttp(url, token=token, client=client, patience=patience, notice=notice) for url in urls]
 
     @property
     def are_several(self) -> bool:
