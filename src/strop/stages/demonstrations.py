@@ -26,8 +26,7 @@ from strop.recipe.stage import Estimate, Machine, PlayedKeys, PosedKeys, Stage, 
 from strop.rewards import judge_group, make_reward
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import demonstrate, in_form_of
-from strop.rollout.environment import ToolEnvironments
-from strop.rollout.environment import all_of
+from strop.rollout.environment import ToolEnvironments, all_of
 from strop.rollout.player import Excluded, Judge
 from strop.rollout.prompt import load_prompt
 from strop.run_directory import StageDirectory, iter_lines, shortened

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from scripted_node import ScriptedNode
 from services import Supply, echo
 
+from scripted_node import ScriptedNode
 from strop.sandbox import LocalSandbox
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.server.config import DispatchConfig

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-from scripted_node import ScriptedNode
 
+from scripted_node import ScriptedNode
 from strop.errors import MachineError
 from strop.sandbox import SandboxConfig
 from strop.sandbox.protocol import CodeNode, RunRequest

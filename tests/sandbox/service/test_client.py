@@ -11,9 +11,9 @@ from collections.abc import Awaitable
 import pytest
 from links import until
 from relay import Relay, relayed
-from scripted_node import ScriptedNode
 from services import Supply, dead, echo, scripted, serving
 
+from scripted_node import ScriptedNode
 from strop.deadline import deadline
 from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, UserError
 from strop.sandbox.client import calls as client_calls

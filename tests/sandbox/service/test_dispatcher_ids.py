@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from dispatching import dispatching, node
 from links import until
-from scripted_node import ScriptedNode
 from services import echo
 
+from scripted_node import ScriptedNode
 from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
 from strop.sandbox.server.config import DispatchConfig

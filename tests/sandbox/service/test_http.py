@@ -12,9 +12,9 @@ import pytest
 from links import until
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_node import ScriptedNode
 from services import answers_by_key, asking, echo, run_lines, scripted, serving
 
+from scripted_node import ScriptedNode
 from strop.sandbox import limits
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits
 from strop.sandbox.server import run_stream

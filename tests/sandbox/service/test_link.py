@@ -9,8 +9,8 @@ import time
 
 import pytest
 from links import linked, peer_of_node_process, until
-from scripted_node import ScriptedNode
 
+from scripted_node import ScriptedNode
 from strop.errors import MachineError, NodeGone, NodeLost, SessionLost, UserError
 from strop.sandbox.link import HEARTBEAT_S, Link
 from strop.sandbox.node_process import NodeProcess

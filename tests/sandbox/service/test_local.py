@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from dispatching import node, pairs
 from links import until
-from scripted_node import ScriptedNode
 from services import Supply
 
+from scripted_node import ScriptedNode
 from strop.deadline import deadline
 from strop.errors import MachineError, NodeLost, NoNodes, SessionLost, UserError
 from strop.sandbox import LocalSandbox, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest, local

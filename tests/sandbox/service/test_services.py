@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 import pytest
 from dispatching import pairs
 from links import until
-from scripted_node import ScriptedNode
 from services import scripted, serving
 from test_client import TOKEN, free_port
 from test_server import process
 
+from scripted_node import ScriptedNode
 from strop.config import validate
 from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox import SandboxConfig
