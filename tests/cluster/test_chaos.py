@@ -24,13 +24,13 @@ from statistics import median
 
 import pytest
 
-from conftest import ROOT
 from networks import Machines
 from strop.cluster.connection import RAY_ENVIRONMENT
 from strop.cluster.local import LocalCluster
 from strop.errors import MachineError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
 NUM_EVENTS = int(os.environ.get("CHAOS_EVENTS", "12"))
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 TINY = ROOT / "tests" / "pipelines" / "tiny.toml"
