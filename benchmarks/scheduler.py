@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import scheduler_calls
 import scheduler_live
 from rich.console import Console
 from rich.table import Table
@@ -69,6 +70,12 @@ def paged(num_engines: int) -> list[SimulatedMachine]:
         )
         for index in range(num_engines)
     ]
+
+
+def engines_of_calls() -> dict[str, list[SimulatedMachine]]:
+    """The engines of `scheduler_calls.py`, by the origin of their step times."""
+    num = scheduler_calls.NUM_ENGINES
+    return {"measured": slots(num, load_timing()), "assumed accelerator": slots(num, SERVER)}
 
 
 def make(name: str) -> Trace:
@@ -242,7 +249,8 @@ def main() -> int:
     RESULTS.mkdir(exist_ok=True)
     figures, bars = policies(console, timing)
     ratios, more_bars = grid(console, timing)
-    bars |= more_bars
+    calls, bars_of_calls = scheduler_calls.measure(console, engines_of_calls())
+    bars |= more_bars | bars_of_calls
     results = {
         "command": COMMAND,
         "seed": SEED,
@@ -253,6 +261,7 @@ def main() -> int:
             "static_over_ours": ratios,
             "scale": scale(console, timing),
             "paged_memory": memory(console),
+            "tool_calls": calls,
         },
     }
     results |= live(console, is_simulated=arguments.simulated)
