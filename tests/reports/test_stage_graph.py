@@ -198,6 +198,14 @@ def run(tmp_path):
     events.append({"event": "placed", "stage": "cold", "time": 13500.0, "nodes": ["10.0.0.3: 8 trainer ranks"]})
     events.append({"event": "placed", "stage": "cold", "time": 13500.0, "nodes": nodes})
     events.close()
+    metrics = LineWriter(run.metrics)
+    busy = {"time/step_s": 10.0, "time/update_s": 1.0, "time/score_s": 0.5, "time/publish_s": 0.5, "scheduler/busy_share": 0.5}
+    calls = {"rollout/tool_calls_dispatched": 20, "time/tool_latency_mean_s": 1.5}
+    metrics.append({"stage": "rl1", "step": 1, **busy, "time/rollout_s": 9.0})  # another try
+    metrics.append({"stage": "rl1", "step": 1, **busy, **calls, "time/rollout_s": 8.0})
+    metrics.append({"stage": "rl1", "step": 2, **busy, "time/rollout_s": 30.0})  # while other steps were trained on
+    metrics.append({"stage": "cold", "step": 1, "time/step_s": 10.0})
+    metrics.close()
     return run
 
 
@@ -212,5 +220,6 @@ def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
     assert 'class="plot graph"' in page
     assert "mixed: stale (good has changed)" in page
     assert {each.name: each.hours for each in log.stages}["cold"] == ("6 core hours", "3 GPU hours")
-    assert "6 core hours, 3 GPU hours, 2 nodes" in page
+    assert "1 step, 6 core hours, 3 GPU hours, 2 nodes" in page
+    assert "2 steps, trainer 20%, engines 45%, 1.5 tool calls at once" in page
     assert "; on 10.0.0.1: 8 trainer ranks; on 10.0.0.2: 2 engines" in page

@@ -23,7 +23,7 @@ from strop.pipeline.plan import check_stages, roles_of
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import StageResult
-from strop.reports.log import machine_hours
+from strop.reports.log import machine_hours, steps_of, utilisation
 from strop.reports.page import write_report
 from strop.reports.trackers import make_trackers
 from strop.rewards.base import RunService
@@ -196,8 +196,8 @@ async def _run_stage(context: StageContext, selected: Selected) -> None:
     write_json(done, {"summary": result.summary, "time_s": elapsed, **product})
     mark_stale(run, recipe, why_stale(run, recipe, selected.lineages))
     context.event("stage_finished")
-    hours = machine_hours(read_lines(run.events), name)
-    context.progress.stage_finished(name, f"{result.summary} ({', '.join([f'{elapsed:.0f} s', *hours])})")
+    used = (*machine_hours(read_lines(run.events), name), *utilisation(steps_of(read_lines(run.metrics), name).values()))
+    context.progress.stage_finished(name, f"{result.summary} ({', '.join([f'{elapsed:.0f} s', *used])})")
 
 
 def _remove_if_empty(run: RunDirectory, name: str) -> None:

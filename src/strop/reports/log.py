@@ -62,6 +62,10 @@ class StageLog:
         return any(place < math.ceil(place) for place, _ in self.updates)
 
     @property
+    def utilisation(self) -> tuple[str, ...]:
+        return utilisation(self.steps.values())
+
+    @property
     def metrics(self) -> set[str]:
         """The keys that any of its steps logged."""
         return {key for metrics in self.steps.values() for key in metrics}
@@ -202,7 +206,7 @@ def _stage(
         kind=str(said.get("kind", "")),
         init=str(said.get("init", "")),
         is_done=directory.done.exists(),
-        steps=_steps(rows, name),
+        steps=steps_of(rows, name),
         updates=_updates(updates, name),
         switches=_switches(events, name),
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
@@ -220,7 +224,8 @@ def _stage(
     )
 
 
-def _steps(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
+def steps_of(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
+    """The metrics of each step of `stage`, of its last line if it ran twice."""
     steps = {
         int(row["step"]): {key: value for key, value in finite(row).items() if key != "step"}
         for row in rows
@@ -272,6 +277,23 @@ def machine_hours(events: Iterable[Mapping[str, Any]], stage: str) -> tuple[str,
             hours[kind] += (elapsed - seconds) * float(start.get(key, 0)) / 3600
         seconds = elapsed
     return tuple(f"{value:.2g} {kind} hours" for kind, value in hours.items() if value > 0)
+
+
+def utilisation(steps: Iterable[Metrics]) -> tuple[str, ...]:
+    """The share of the time of `steps` in which trainer and engines worked, and the mean number of calls at once; in words.
+
+    Rollouts of several steps may overlap (`async_rollouts`), so those of a step count for its own time at most.
+    """
+    engines_s = trainer_s = calls_s = total_s = 0.0
+    for step in (each for each in steps if "scheduler/busy_share" in each):
+        total_s += step["time/step_s"]
+        engines_s += step["scheduler/busy_share"] * min(step["time/rollout_s"], step["time/step_s"])
+        trainer_s += sum(step.get(f"time/{phase}_s", 0.0) for phase in ("score", "update", "publish"))
+        calls_s += step.get("rollout/tool_calls_dispatched", 0.0) * step.get("time/tool_latency_mean_s", 0.0)
+    if not total_s:
+        return ()
+    shares = (f"{name} {seconds / total_s:.0%}" for name, seconds in (("trainer", trainer_s), ("engines", engines_s)))
+    return (*shares, *([f"{calls_s / total_s:.2g} tool calls at once"] if calls_s else []))
 
 
 def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:

@@ -210,7 +210,7 @@ def _facts(stage: StageLog) -> str:
     """Return the line below a stage's name."""
     facts = [stage.kind.replace("_", " ")] if stage.kind and stage.kind != stage.name else []
     facts += [counted(len(stage.steps), "step")] if stage.steps else []
-    facts += stage.hours
+    facts += [*stage.hours, *stage.utilisation]
     facts += [counted(len(stage.nodes), "node")] if stage.nodes else []
     facts += [stage.state] if stage.state is not StageState.DONE else []
     return ", ".join(facts)
