@@ -8,16 +8,20 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 import pytest
 
+from strop.cluster.connection import RAY_ENVIRONMENT
 from strop.cluster.local import LocalNode
 
+ROOT = Path(__file__).parents[1]
 _CLONE_NEWNET = 0x40000000
 _SLOW = ("netem", "delay", "100ms", "40ms", "loss", "1%", "rate", "4mbit")
 _SLOW_WITHOUT_NETEM = ("tbf", "rate", "2mbit", "burst", "16kb", "latency", "400ms")
@@ -113,6 +117,36 @@ class Machines:
                 _ip("netns", "delete", name)  # with its end of the cable, and so the other end
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "delete", self._switch)
+
+
+def environment():
+    """Of a command on a machine."""
+    return {**os.environ, **RAY_ENVIRONMENT, "COLUMNS": "200"}
+
+
+class Cluster:
+    def __init__(self, machines, ray):
+        self.machines, self.address, self._ray = machines, ray.address, ray
+
+    def strop(self, *words, on=0):
+        """Start a command on a machine; its output is one text."""
+        return subprocess.Popen(
+            [*self.machines.nodes[on].prefix, sys.executable, "-m", "strop.cli", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment(),
+        )
+
+    def run(self, *words, on=0, code=0, timeout_s=280):
+        process = self.strop(*words, on=on)
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+        assert process.returncode == code, said
+        return said
 
 
 def _ip(*arguments: str) -> None:

@@ -1,9 +1,8 @@
 """What one node lacks is named, with the node and the remedy, before anything is spent."""
 
 import pytest
-from networks import Machines
 
-from conftest import Cluster
+from networks import Cluster, Machines
 from strop.cluster.local import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]

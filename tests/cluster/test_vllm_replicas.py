@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from networks import Machines
 
-from conftest import ROOT, environment
+from networks import ROOT, Machines, environment
 from strop.cluster.local import LocalCluster
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop.ledger import read_rollouts
