@@ -102,6 +102,10 @@ class Machines:
         with ThreadPoolExecutor(max_workers=1, initializer=enter) as thread:
             return thread.submit(work).result()
 
+    def join(self, address: str) -> None:
+        """Give this machine an address among the others."""
+        _ip("address", "add", f"{address}/24", "dev", self._switch)
+
     def pids(self, number: int) -> set[int]:
         """The processes of a machine."""
         found = subprocess.run(["ip", "netns", "pids", self.names[number]], check=True, capture_output=True, text=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 
 import aiohttp
 import pytest
@@ -19,6 +20,7 @@ from strop.sandbox import limits
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits
 from strop.sandbox.server import run_stream
 from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.ndjson import TooLong
 
 TOKEN = "correct horse battery"
 
@@ -323,6 +325,33 @@ def test_one_stream_holds_a_bounded_number_of_calls_and_takes_the_rest_later(mon
             assert all(answers[n]["result"]["text"] == f"ran {n}" for n in range(num))
 
     asyncio.run(play())
+
+
+def test_other_clients_have_their_turn_while_the_lines_of_one_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_in, turn = Counter[int](), 0
+
+    def take(stream: run_stream.RunStream, line: bytes | TooLong) -> None:
+        read_in[turn] += 1
+        take_line(stream, line)
+
+    take_line = run_stream.RunStream._take
+    monkeypatch.setattr(run_stream.RunStream, "_take", take)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def play() -> None:
+        async with serving(scripted(slots=100)) as server, asking(server) as http:
+            counting = asyncio.create_task(count_turns())
+            await read(http, run_lines(*((n, {"code": str(n)}) for n in range(3000))))
+            counting.cancel()
+
+    asyncio.run(play())
+    assert sum(read_in.values()) >= 3000
+    assert max(read_in.values()) <= 64
 
 
 def test_a_client_that_reads_nothing_holds_up_nobody_else() -> None:

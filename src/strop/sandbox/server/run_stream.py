@@ -26,6 +26,7 @@ from strop.sandbox.server.ndjson import (
 
 HEARTBEAT_S = 0.5  # without an answer an empty line is sent; a client that hears nothing for long gives the service up
 MAX_UNREAD_BYTES = 256 << 20  # of answers: a client that leaves more unread is disconnected
+_NUM_AT_ONCE = 64  # lines of one stream that are read before other clients have their turn
 MAX_OPEN = 8192  # calls without an answer: beyond it no more of the request is read
 _STARTS_S = 1.0  # how often started calls are reported: by then most have their answer
 _NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that several leave in one write
@@ -125,6 +126,8 @@ class RunStream:
         while part := await request.content.readany():
             for line in splitter.feed(part):
                 self._take(line)
+                if self._num_lines % _NUM_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             if len(self._open) >= MAX_OPEN or self._outgoing_bytes > _PAUSE_BYTES:
                 self._has_room.clear()
             await self._has_room.wait()
