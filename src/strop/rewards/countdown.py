@@ -12,7 +12,6 @@ from pydantic import Field
 
 from strop.errors import TaskError
 from strop.rewards.base import (
-    ACCURACY,
     AnswerPart,
     AnswerReward,
     Part,
@@ -68,8 +67,8 @@ class CountdownReward(AnswerReward):
     def readers(self) -> Mapping[str, Part]:
         return {"": _Expression(self.config)}
 
-    def answer_part(self, name: str) -> AnswerPart | None:
-        return _Expression(self.config) if name == ACCURACY else None
+    def answer_part(self, name: str) -> AnswerPart:
+        return _Expression(self.config)
 
 
 class _Expression(AnswerPart):

@@ -321,11 +321,15 @@ class MathReward(AnswerReward):
         }
 
     @property
+    def verifying_parts(self) -> tuple[str, ...]:
+        return (ACCURACY,)
+
+    @property
     def compares_answers(self) -> bool:
         return True
 
     def readers(self) -> Mapping[str, Part]:
         return {"": self._accuracy}
 
-    def answer_part(self, name: str) -> AnswerPart | None:
-        return self._accuracy if name == ACCURACY else None
+    def answer_part(self, name: str) -> AnswerPart:
+        return self._accuracy
