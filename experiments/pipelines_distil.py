@@ -21,11 +21,10 @@ from strop.errors import UserError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe, recipe_of
 from strop.recipe.recipe import Recipe
-from strop.run_directory import RunDirectory, write_json
+from strop.run_directory import RunDirectory, iter_lines, write_json
 from strop.runs.lineage import copy_stages, num_common, num_done
 from strop.runs.manifest import write_manifest
 from strop.stages.context import Silent, load_chat, product_of
-from strop.stages.data import rows_of
 from strop.stages.sft import SFT
 
 RECIPE = Path(__file__).resolve().parent / "pipelines" / "distil-recipe.toml"
@@ -78,7 +77,7 @@ def imitated_tokens(run: RunDirectory, recipe: Recipe, student: str) -> float:
 
 
 def _rows(run: RunDirectory, recipe: Recipe, student: str) -> list[dict[str, Any]]:
-    return [row for name in _student(recipe, student).data for row in rows_of(run, name)]
+    return [row for name in _student(recipe, student).data for row in iter_lines(product_of(run, name))]
 
 
 def _student(recipe: Recipe, name: str) -> SFT.Config:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineConfig
 from strop.engine.model_directory import Architecture
+from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.kv_cache import KvCache
 
 from .support import make_model, make_request, publish

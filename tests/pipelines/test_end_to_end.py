@@ -14,7 +14,13 @@ from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop.ledger import read_rollouts
 from strop.types import StopReason, ToolOutcome
 
-COST_KEYS = {"update/tokens_per_s", "update/flops_per_s", "machine/flop_utilisation", "machine/peak_memory_mib"}
+COST_KEYS = {
+    "update/tokens_per_s",
+    "update/flops_per_s",
+    "update/distinct_token_share",
+    "machine/flop_utilisation",
+    "machine/peak_memory_mib",
+}
 ROLLOUT_KEYS = {
     *COST_KEYS,
     "rollout/reward_mean",

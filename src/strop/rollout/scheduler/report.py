@@ -170,8 +170,9 @@ class BatchReport:
             metrics["scheduler/branch_cached_token_share"] = self.branch_cached_tokens / self.branch_tokens
         if ledger.offered:
             metrics["scheduler/queue_wait_mean_s"] = ledger.queue_wait_s / ledger.offered
-        if ledger.tool_turns:
+        if ledger.tool_turns and ledger.turns:  # of batches that steps share, a tool's turn may have ended in the report before
             metrics["scheduler/tool_wait_mean_s"] = ledger.tool_wait_s / ledger.turns
+        if ledger.tool_turns:
             metrics["scheduler/tool_run_mean_s"] = ledger.tool_run_s / ledger.tool_turns
         return metrics | self._shares()
 
