@@ -131,7 +131,7 @@ bench-cluster: setup
 EVENTS ?= 200
 SEED ?= 0
 chaos-cluster: setup
-	CHAOS_EVENTS=$(EVENTS) CHAOS_SEED=$(SEED) CHAOS_RESULT=benchmarks/results/cluster_chaos.json $(BIN)/python -m pytest -m cluster tests/cluster/test_losses.py
+	CHAOS_EVENTS=$(EVENTS) CHAOS_SEED=$(SEED) CHAOS_RESULT=benchmarks/results/cluster_chaos.json $(BIN)/python -m pytest -m cluster tests/cluster/test_lost_machines.py
 
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import pytest
 
@@ -22,10 +20,8 @@ from strop.cluster.connection import RAY_ENVIRONMENT
 from strop.cluster.local import LocalNode
 
 ROOT = Path(__file__).parents[1]
-_CLONE_NEWNET = 0x40000000
 _SLOW = ("netem", "delay", "100ms", "40ms", "loss", "1%", "rate", "4mbit")
 _SLOW_WITHOUT_NETEM = ("tbf", "rate", "2mbit", "burst", "16kb", "latency", "400ms")
-_ResultT = TypeVar("_ResultT")
 
 
 class Machines:
@@ -87,24 +83,6 @@ class Machines:
 
     def hasten(self, number: int) -> None:
         self._tc(number, "delete")
-
-    def run_in(self, number: int, work: Callable[[], _ResultT]) -> _ResultT:
-        """`work` in a thread of this process that is on a machine, and so is all that it starts."""
-
-        def enter() -> None:
-            namespace = os.open(f"/run/netns/{self.names[number]}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
-                    raise OSError(ctypes.get_errno(), "setns")
-            finally:
-                os.close(namespace)
-
-        with ThreadPoolExecutor(max_workers=1, initializer=enter) as thread:
-            return thread.submit(work).result()
-
-    def join(self, address: str) -> None:
-        """Give this machine an address among the others."""
-        _ip("address", "add", f"{address}/24", "dev", self._switch)
 
     def pids(self, number: int) -> set[int]:
         """The processes of a machine."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from networks import Machines
 from strop.sandbox import RunRequest
 from strop.sandbox.client.client import SandboxClient
 
 from .ledger import Ledger, make_calls
+from .networks import FAR_ADDRESS, Cable
 from .service import TOKEN, Service
 
 pytestmark = [pytest.mark.slow, pytest.mark.sandbox, pytest.mark.timeout(240)]
@@ -33,16 +33,16 @@ async def node_names(client: SandboxClient, num: int) -> set[str]:
 def test_a_cut_cable_costs_no_call_and_is_noticed_within_two_seconds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cut_s: float
 ) -> None:
-    async def scene(machines: Machines) -> None:
+    async def scene(cable: Cable) -> None:
         near = Service(tmp_path / "near")
-        far = Service(tmp_path / "far", host=machines.nodes[1].address, run_front=machines.nodes[1].prefix)
+        far = Service(tmp_path / "far", host=FAR_ADDRESS, run_front=("ip", "netns", "exec", cable.far))
         async with near, far, SandboxClient([near.url, far.url], token=TOKEN, patience_s=60.0) as client:
             assert len(await client.health()) == len(await node_names(client, 60)) == 2
             calls, ledger, is_cut = make_calls(_NUM_BEFORE + _NUM_DURING, seed=6), Ledger(), asyncio.Event()
 
             def count(num: int) -> None:
                 if num == _NUM_BEFORE:
-                    machines.cut(1)
+                    cable.cut()
                     is_cut.set()
 
             playing = asyncio.create_task(ledger.play(client, calls, in_flight=64, done=count))
@@ -52,7 +52,7 @@ def test_a_cut_cable_costs_no_call_and_is_noticed_within_two_seconds(
             silences = [record.created for record in caplog.records if f"{far.url} has been silent" in record.getMessage()]
             assert silences
             assert silences[0] - cut_at < NOTICED_S
-            machines.mend(1)
+            cable.mend()
             await playing
             ledger.check(calls, within_s=20.0, may_fault=lambda entry: False)
             async with asyncio.timeout(_BACK_S):
@@ -64,5 +64,5 @@ def test_a_cut_cable_costs_no_call_and_is_noticed_within_two_seconds(
             await near.end()
             await far.end()
 
-    with Machines(2) as machines:
-        machines.run_in(0, lambda: asyncio.run(scene(machines)))
+    with Cable() as cable:
+        cable.run_near(lambda: asyncio.run(scene(cable)))
