@@ -12,6 +12,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from strop.engine.config import EngineConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Probe
+from strop.engine.torch.decoder import Decoder
 from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.weights import DecoderWeights
 from strop.errors import EngineLost, ModelError, StropError, UserError, WeightsNotProven
@@ -493,6 +494,34 @@ def test_the_tokens_after_an_update_in_flight_are_those_of_the_new_weights_throu
             assert tuple(completion.logprobs) == pytest.approx(expected.tolist(), abs=1e-4)
 
     play(scenario, model=older, slots=3)
+
+
+def test_an_update_in_flight_computes_a_prompt_again_once_for_all_that_begin_with_it(play, monkeypatch):
+    num_computed = 0
+
+    def step(decoder, rows, chunks, *arguments, **options):
+        nonlocal num_computed
+        num_computed += sum(len(chunk.ids) for chunk in chunks)
+        return compute(decoder, rows, chunks, *arguments, **options)
+
+    compute = Decoder.step
+    monkeypatch.setattr(Decoder, "step", step)
+
+    async def scenario(engine):
+        nonlocal num_computed
+        prompt = [index % VOCAB_SIZE for index in range(600)]
+        requests = [make_request(str(seed), prompt, max_tokens=300, seed=seed) for seed in range(4)]
+        has_begun = asyncio.Event()
+        probe = Probe(num_tokens=5, tell=lambda _: has_begun.set())
+        running = [asyncio.create_task(engine.complete(request, probe=probe)) for request in requests]
+        await has_begun.wait()
+        num_computed = 0
+        await publish(engine, make_model("llama", seed=1), version=2, keeps_requests=True)
+        completions = await asyncio.gather(*running)
+        assert [[version for version, _ in each.spans] for each in completions] == [[1, 2]] * 4
+        assert 599 <= num_computed <= 599 + sum(each.spans[0][1] for each in completions)
+
+    play(scenario, slots=4, max_length=1000)
 
 
 def test_what_arrives_in_an_update_in_flight_waits_for_it_and_what_runs_fails_with_it(play):

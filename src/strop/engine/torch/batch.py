@@ -167,10 +167,14 @@ class Batch:
         self._is_loading = True
         if keeps_requests:
             self._table.forget_columns()
-            for job in self._running.values():
+            firsts: dict[tuple[int, ...], Conversation] = {}  # that compute a prompt again, by prompt
+            for conversation, job in self._running.items():
                 job.spans = self._spans(job)
                 if job.awaits is not None:
                     job.awaits, job.cached_tokens = None, 0
+                first = firsts.setdefault(conversation.opening, conversation)
+                if first is not conversation and conversation.opening:
+                    job.awaits = Awaited(source=first, num_columns=len(conversation.opening) - 1)
         else:
             self._table.close_all()
         self._decoder.cache.clear()
