@@ -224,6 +224,7 @@ class _Caller:
 
 
 _STOP_S = 60.0  # longest time of the last step after `stop`
+_REST_S = 1.0  # without a request until the KV cache is given back: longer than a rollout waits for its next branch
 
 
 class Worker:
@@ -335,8 +336,12 @@ class Worker:
         """Yield the queued commands; wait for one while no request runs."""
         if not self.batch.is_running:
             if self._inbox.empty():
-                self.batch.rest()
                 end_team()  # so that a trainer or another engine can use the cores
-            yield self._inbox.get()
+            try:
+                command = self._inbox.get(timeout=_REST_S)
+            except queue.Empty:
+                self.batch.rest()
+                command = self._inbox.get()
+            yield command
         while not self._inbox.empty():
             yield self._inbox.get()
