@@ -102,3 +102,24 @@ def test_import_strop_limits_spinning_unless_the_user_says_how_threads_wait(envi
         [sys.executable, "-c", code], env=inherited | environment, capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == expected
+
+
+_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+_FASTER = """
+import torch
+from strop.engine.config import EngineConfig
+from strop.engine.torch.products import measured_flops_per_s
+from strop.training import TrainerConfig
+
+rates = {str(each)[6:]: measured_flops_per_s(torch.device("cpu"), each) for each in (torch.float32, torch.bfloat16)}
+print(max(rates, key=rates.get), EngineConfig(dtype="auto").dtype, TrainerConfig(precision="auto").precision)
+"""
+
+
+@pytest.mark.parametrize("environment", [{}, _AVX2], ids=["this processor", "AVX2 only"])
+def test_auto_is_the_number_format_of_the_faster_products(environment):
+    environment = {**os.environ, **environment}
+    answer = subprocess.run([sys.executable, "-c", _FASTER], env=environment, capture_output=True, text=True, check=True)
+    faster, *chosen = answer.stdout.split()
+    assert chosen == [faster, faster]
+    assert faster == "float32" or "ONEDNN_MAX_CPU_ISA" not in environment  # 35 times faster there

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from strop.config import Config
 from strop.errors import ConfigError
@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 _Device: TypeAlias = Annotated[int, Field(ge=0, le=1023)]
 _Address: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/\s]\S*$")]
 _MAX_S = 86_400.0 * 365
+
+
+def _chosen(value: Any) -> Any:
+    if value != "auto":
+        return value
+    from strop.engine.torch.products import faster_precision
+
+    return faster_precision()
+
+
+Precision: TypeAlias = Annotated[
+    Literal["float32", "bfloat16"],
+    BeforeValidator(_chosen),
+    WithJsonSchema({"enum": ["auto", "float32", "bfloat16"], "type": "string"}),
+]
+"""A number format. A recipe may say "auto": the one in which the machine that reads it computes large products faster."""
 
 
 class AnyEngine(Config):
@@ -33,7 +49,10 @@ class AnyEngine(Config):
         le=10_000_000,
         description="Tokens of one conversation, with prompt and tool output.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of weights and KV cache.")
+    dtype: Precision = Field(
+        default="float32",
+        description="Precision of weights and KV cache. auto: the one in which this machine computes large products faster.",
+    )
     stall_timeout_s: float = Field(
         default=600.0,
         gt=0,

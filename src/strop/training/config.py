@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from strop.config import Config
+from strop.engine.config import Precision
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +91,10 @@ class TrainerConfig(Config):
     """How one model is trained."""
 
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer of the policy.")
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Precision of the computation. Weights, gradient sums and moments are always float32."
+    precision: Precision = Field(
+        default="float32",
+        description="Precision of the computation. Weights, gradient sums and moments are always float32. auto: the one in"
+        " which this machine computes large products faster.",
     )
     lora: LoraConfig | None = Field(default=None, description="Train a LoRA adapter. Unset: train all weights.")
     critic: CriticConfig = Field(default=CriticConfig(), description="The critic, if the method has one.")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
-import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from strop.algorithms.method import Column, LossInputs, checked_token_loss
 from strop.engine.model_directory import read_weights
 from strop.engine.protocol import checksum_of, weights_checksum
 from strop.engine.published_files import write_files
+from strop.engine.torch.products import measured_flops_per_s
 from strop.errors import MachineError, ModelError
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     import transformers
 
 _MIB = 2**20
-_PROBE = {"cpu": 1024, "cuda": 8192}  # width of the products that the machine is measured by
-_NARROWEST_PROBE, _SHORT_PROBE_S, _NUM_PROBES = 128, 0.02, 8
 
 
 class Learner:
@@ -383,25 +380,6 @@ def update_cost(tokens: int, row_tokens: int, flops: float, started: float, conf
         peak_flops_per_s=sum(rate for rate, _ in of_ranks),
         peak_memory_mib=max(memory for _, memory in of_ranks),
     )
-
-
-@cache
-def measured_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best rate of products on this device, measured once in a process: of the widest that take a short time."""
-    widest, width = _PROBE.get(device.type, _PROBE["cpu"]), _NARROWEST_PROBE
-    while width < widest and _product_s(width, device, dtype, 3) < _SHORT_PROBE_S:
-        width *= 2
-    return 2 * width**3 / _product_s(width, device, dtype, _NUM_PROBES)
-
-
-def _product_s(width: int, device: torch.device, dtype: torch.dtype, tries: int) -> float:
-    left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
-
-    def multiply() -> None:
-        left @ right
-        _wait(device)
-
-    return min(timeit.repeat(multiply, number=1, repeat=tries))
 
 
 def _wait(device: torch.device) -> None:
