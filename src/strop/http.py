@@ -26,6 +26,7 @@ _KEY_STATUS = frozenset({401, 402, 403})
 _ADDRESS_STATUS = frozenset({404, 405, 410})  # and every 3xx: redirections are not followed
 _REQUEST_STATUS = frozenset({400, 413, 414, 422})
 _MAX_PAUSE_S = 60.0
+_CLOSED = "what judges answers was closed, or did not judge every pair"
 
 
 class ServiceRefused(UserError):  # noqa: N818 - named for what happened
@@ -357,7 +358,8 @@ class Gatherer(Generic[AskedT, AnswerT]):
             each.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         for _, answer in self._waiting:
-            answer.cancel()
+            if not answer.done():
+                answer.set_exception(MachineError(_CLOSED))
 
     def _begin(self) -> None:
         asked = [
@@ -370,7 +372,7 @@ class Gatherer(Generic[AskedT, AnswerT]):
             running.add_done_callback(self._running.discard)
 
     async def _answer(self, asked: list[tuple[AskedT, asyncio.Future[AnswerT]]]) -> None:
-        fault: Exception = MachineError("what judges answers was closed, or did not judge every pair")
+        fault: Exception = MachineError(_CLOSED)
         try:
             async for index, found in self._request([question for question, _ in asked]):
                 if not asked[index][1].done():

@@ -135,6 +135,8 @@ class Actor:
         try:
             async with asyncio.timeout(_OPEN_S):
                 actor.pid = await actor._answer("start", actor._host.pid.remote())
+                # Starts what answers for the node: of a node that has just joined it would be too late when a ping is silent.
+                await asyncio.to_thread(connection.run, node, os.getpid)
                 actor._tasks.append(asyncio.create_task(actor._watch()))
                 await actor._answer("start", actor._host.open.remote(pickle.dumps((kind, arguments))))
                 actor._is_open = True
@@ -190,11 +192,11 @@ class Actor:
         """End the process and every call. Return the error for the caller."""
         if not self._lost.done():
             self._lost.set_result(f"{self.title} {why}. {end_of_log(self._log)}")
-            if not is_closed:
-                self._connection.note("process_lost", process=self._what, node=str(self._node), reason=why)
             for task in self._tasks:
                 task.cancel()
             self._tasks.append(asyncio.create_task(asyncio.to_thread(self._end)))
+            if not is_closed:
+                self._connection.note("process_lost", process=self._what, node=str(self._node), reason=why)
         return ActorsLost(self._lost.result())
 
     async def close(self) -> None:

@@ -144,6 +144,8 @@ class Actors:
         Raises what all of them raise, and `ActorsLost`.
         """
         with self._lock:
+            if self._lost:
+                raise ActorsLost(self._lost)
             refs = [
                 actor.make.remote(pickle.dumps((kind, arguments)))
                 for actor, arguments in zip(self._actors, arguments_of, strict=True)
@@ -265,8 +267,8 @@ class Actors:
 
     def _lose(self, what: str, number: int) -> ActorsLost:
         self._lost = f"{what}. {end_of_log(self._log(number))}"
-        self._connection.note("process_lost", process=self._what, node=str(self.nodes[number]), reason=what)
         self.close()
+        self._connection.note("process_lost", process=self._what, node=str(self.nodes[number]), reason=what)
         return ActorsLost(self._lost)
 
 

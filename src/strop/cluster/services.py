@@ -12,7 +12,7 @@ from typing import Any, Self
 from strop.cluster.actor import Actor
 from strop.cluster.connection import Connection
 from strop.cluster.placement import Node, Roles
-from strop.errors import MachineError, StropError
+from strop.errors import MachineError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import CodeService
 
@@ -84,14 +84,15 @@ async def open_services(
         while True:
             await actors[number][0].wait_lost()
             taken = [node.id for other, (_, node) in actors.items() if other != number]
-            node = min(reversed(connection.nodes()), key=lambda node: taken.count(node.id))
             try:
+                nodes = await asyncio.to_thread(connection.nodes)
+                node = min(reversed(nodes), key=lambda node: taken.count(node.id))
                 moved = await start(number, node)
-            except StropError as error:
-                notice(f"code service {number} was not started again on {node}: {error}")
+                await client.move(url, moved)
+            except Exception as error:  # noqa: BLE001 - of strop, Ray or the network: the next try may succeed
+                notice(f"code service {number} was not started again: {error}")
                 await asyncio.sleep(_PAUSE_S)
             else:
-                await client.move(url, moved)
                 notice(f"code service {number} was started again on {node}.")
                 url = moved
 

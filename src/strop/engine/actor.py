@@ -283,9 +283,9 @@ class _HostedEngine:
     ) -> tuple[int, Capabilities]:
         publication = Publication.in_files(directory, version=version, checksum=checksum, keeps_requests=keeps_requests)
         with _naming_failures():
-            async with self._loading:  # a load whose caller was cancelled may not have ended
-                with naming_damage(directory):
-                    await self._engine.load_weights(publication)
+            # A load whose caller was cancelled may not have ended.
+            async with self._loading, naming_damage(directory):
+                await self._engine.load_weights(publication)
         return self._engine.policy_version, self._engine.capabilities
 
 

@@ -6,13 +6,14 @@ but not process ids.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,23 +60,27 @@ def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -
     return [bytes.fromhex(digest) for digest in digests.values()]
 
 
-@contextlib.contextmanager
-def naming_damage(directory: Path) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def naming_damage(directory: Path) -> AsyncIterator[None]:
     """Say in a `WeightsNotProven` which tensors in `directory` are not as they were written."""
     try:
         yield
     except WeightsNotProven as error:
-        written: dict[str, str] = {}
-        held: dict[str, str] = {}
-        with contextlib.suppress(*UNREADABLE):
-            for path in directory.glob(f"*{_DIGESTS}"):
-                written |= json.loads(path.read_text())
-            held = _digests(tensors_in(directory.glob("*.safetensors")))
-        names = sorted(name for name, digest in held.items() if written.get(name, digest) != digest)
+        names = await asyncio.to_thread(_damaged, directory)
         if names and names[0] not in str(error):  # another process may have named them
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise WeightsNotProven(f"{error} The files were damaged after they were written: {shown}.") from error
         raise
+
+
+def _damaged(directory: Path) -> list[str]:
+    written: dict[str, str] = {}
+    held: dict[str, str] = {}
+    with contextlib.suppress(*UNREADABLE):
+        for path in directory.glob(f"*{_DIGESTS}"):
+            written |= json.loads(path.read_text())
+        held = _digests(tensors_in(directory.glob("*.safetensors")))
+    return sorted(name for name, digest in held.items() if written.get(name, digest) != digest)
 
 
 def _digests(tensors: Iterable[NamedTensor]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -333,7 +334,7 @@ def _sorted(ids: Tensor, lengths: Tensor) -> list[int]:
 
 
 def _packed(lengths: Sequence[int], shared: Sequence[int], max_tokens: int) -> list[slice]:
-    """Runs of rows. Each but the last is at least half full, and ends where the next one has the fewest tokens to repeat."""
+    """Runs of rows. Past half of `max_tokens`, a run ends where the next one has the fewest tokens to repeat."""
     parts: list[slice] = []
     start = 0
     while start < len(lengths):
@@ -421,7 +422,7 @@ class Waves:
         return cls(torch.tensor(rows), torch.tensor([0, *accumulate(map(len, waves))]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowLayout:
     """Where the tokens of rows stand when they are laid end to end."""
 
@@ -431,8 +432,12 @@ class RowLayout:
     sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
     shared: tuple[tuple[Piece, ...], ...]  # of each row, what comes before its own tokens
     reads: tuple[Read, ...]  # what attends to what: of every row to itself first, then to what rows share
-    waves: Waves  # the same reads
     masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
+
+    @cached_property
+    def waves(self) -> Waves:
+        """The reads in the order of the CPU kernels."""
+        return Waves.of(self.reads)
 
     @property
     def longest(self) -> int:
@@ -480,15 +485,13 @@ def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
     num_more = -start % UNIT if start >= UNIT**2 else 0
     sizes[-1] += num_more
     more = torch.arange(num_more, device=ids.device)
-    reads = _reads(sizes, shared)
     return RowLayout(
         ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
         positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
         places=places,
         sizes=tuple(sizes),
         shared=tuple(shared),
-        reads=reads,
-        waves=Waves.of(reads),
+        reads=_reads(sizes, shared),
     )
 
 

@@ -274,7 +274,7 @@ class ServerEngine:
             await asyncio.to_thread(self._model.check_weights, directory, version)
             label = f"strop {self._nonce} {version} {checksum}"
             self._versions[label] = version
-            with naming_damage(directory):
+            async with naming_damage(directory):
                 await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
             self._policy_version, self._doubt = version, ""
         finally:
