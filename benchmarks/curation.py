@@ -190,12 +190,11 @@ def templated(num_answers: int) -> dict[str, float]:
         Task(id=f"copy/{n}", question=f"{of.question} Explain.", answer=of.answer, source="copy") for n, of in enumerate(chosen)
     ]
     all_of_them = [*tasks, *copies]
-    prepared = [NearDuplicates().prepare(task) for task in all_of_them]
     rule, unbounded = NearDuplicates(), NearDuplicates(max_in_bucket=len(all_of_them))
     started = time.process_time()
-    dropped = [rule.judge(task, each) is not None for task, each in zip(all_of_them, prepared, strict=True)]
+    dropped = [rule.judge(task) is not None for task in all_of_them]
     used_s = time.process_time() - started
-    expected = [unbounded.judge(task, each) is not None for task, each in zip(all_of_them, prepared, strict=True)]
+    expected = [unbounded.judge(task) is not None for task in all_of_them]
     return {
         "num_answers": num_answers,
         "planted": len(copies),

@@ -99,7 +99,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cluster": 1410,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1363,  # 2000 with doctor and cs336
     "cs336": 1261,
-    "curation": 1596,  # 1600
+    "curation": 1470,  # 1600
     "doctor": 1649,
     "engine": 6479,  # 6000
     "evaluation": 1604,  # 1400
@@ -112,7 +112,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "sandbox": 10682,  # 10500
     "simulation": 918,  # 900
     "stages": 6328,  # 3800
-    "tasks": 2891,  # 2200
+    "tasks": 2883,  # 2200
     "tools": 2446,  # 2000
     "training": 5026,  # 4500
 }
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 323  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_780  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_478  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 45_698  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_344  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

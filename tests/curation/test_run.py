@@ -4,12 +4,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from strop.curation import run
-from strop.curation.config import CurationConfig, load_curation, row_of
+from strop.curation.config import CurationConfig, load_curation
 from strop.curation.decontamination import read_benchmark
 from strop.curation.outcomes import AgreementRule, key_of
 from strop.curation.run import run_curation
@@ -46,11 +47,11 @@ def file(tmp_path):
     """641 rows next to a curation file: 60 without an integer answer, 10 of a benchmark, 30 twice, one no problem."""
     pytest.importorskip("rensa", reason="needs the extra strop[data]")
     benchmark = problems(100, seed=1, source="benchmark")
-    rest = [row_of(task) for task in problems(600, seed=2)]
+    rest = [asdict(task) for task in problems(600, seed=2)]
     for row in rest[:60]:
         row["answer"] += ".5"
-    planted = [row_of(reworded(task)) for task in benchmark[:10]]
-    write(tmp_path / "benchmark.jsonl", [row_of(task) for task in benchmark])
+    planted = [asdict(reworded(task)) for task in benchmark[:10]]
+    write(tmp_path / "benchmark.jsonl", [asdict(task) for task in benchmark])
     write(tmp_path / "rows.jsonl", [*rest, *planted, *rest[100:130], {"id": "bad", "question": "", "answer": "1"}])
     source = 'name = "test"\n[[sources]]\nkind = "jsonl"\ndataset = "strop"\npath = "rows.jsonl"\n'
     (tmp_path / "file.toml").write_text(source + RULES)
@@ -146,7 +147,7 @@ def wait_for(path, deadline_s=100):
 @pytest.mark.slow
 def test_no_process_outlives_a_curation_that_is_killed(file, tmp_path):
     """Workers whose parent is killed with no chance to tell them must end by themselves."""
-    write(tmp_path / "rows.jsonl", [row_of(task) for task in problems(20_000, seed=4)])
+    write(tmp_path / "rows.jsonl", [asdict(task) for task in problems(20_000, seed=4)])
     program = (
         "from pathlib import Path; from strop.curation import load_curation, run_curation;"
         "\nif __name__ == '__main__':"
@@ -171,7 +172,7 @@ def test_a_finished_curation_is_not_done_again_and_another_one_does_not_overwrit
     assert run_curation(load_curation(file), tmp_path / "out", jobs=1) == first
     assert (tmp_path / "out" / "kept.jsonl").stat().st_mtime_ns == before
     with (tmp_path / "rows.jsonl").open("a") as rows:
-        rows.write(json.dumps(row_of(problems(1, seed=9)[0])) + "\n")
+        rows.write(json.dumps(asdict(problems(1, seed=9)[0])) + "\n")
     with pytest.raises(RunError, match=r"different rules or files\. Choose another --out"):
         run_curation(load_curation(file), tmp_path / "out", jobs=1)
 
@@ -195,7 +196,7 @@ def outcomes_of(tasks, *, num_right):
 
 def test_outcomes_count_with_what_they_say_and_not_with_where_they_lie(tmp_path):
     tasks = problems(4, seed=3)
-    write(tmp_path / "rows.jsonl", map(row_of, tasks))
+    write(tmp_path / "rows.jsonl", map(asdict, tasks))
     write(tmp_path / "here.jsonl", outcomes_of(tasks, num_right=2))
     (tmp_path / "there.jsonl").write_bytes((tmp_path / "here.jsonl").read_bytes())
     source = JsonlRows(path=tmp_path / "rows.jsonl", dataset="strop")
@@ -275,7 +276,7 @@ def write_sources(directory, *numbers_of_rows):
 
 
 def test_rows_that_the_limits_of_a_source_leave_out_are_dropped_by_name(tmp_path):
-    rows = [row_of(task) for task in problems(10, seed=2)]
+    rows = [asdict(task) for task in problems(10, seed=2)]
     rows[1]["question"] = "x" * 2000
     rows[2]["facts"] = {"solution": "<<1+1=2>> <<2+1=3>>"}
     write(tmp_path / "rows.jsonl", [*rows, {"id": "bad", "question": "", "answer": "1"}])

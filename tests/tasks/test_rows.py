@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from strop.config import Config, validate
 from strop.errors import ConfigError, TaskError
 from strop.tasks import RowTasks, TaskSource, load_rows, make_tasks
-from strop.tasks.rows import BadRow, HubRows, JsonlRows, ParquetRows, read_tasks
+from strop.tasks.rows import HubRows, JsonlRows, ParquetRows, read_tasks
 from strop.types import Task
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -127,8 +127,8 @@ def test_bad_rows_of_a_directory_are_skipped_in_each_kind_of_file(tmp_path, capl
 def test_a_line_that_is_no_row_is_given_with_its_text(tmp_path):
     path = put(tmp_path / "rows.jsonl", GOOD, b"{oops \xff", b"{oops")
     _, *bad = read_tasks(JsonlRows(path=path), split="train")
-    assert all(isinstance(each, BadRow) for each in bad)
-    assert [each.row for each in bad] == [{"text": "{oops \ufffd"}, {"text": "{oops"}]
+    assert [each.rule for each in bad] == ["unreadable"] * 2
+    assert [json.loads(each.task.question) for each in bad] == [{"text": "{oops \ufffd"}, {"text": "{oops"}]
 
 
 def test_rows_of_which_none_is_a_task_are_told_with_the_first(tmp_path):

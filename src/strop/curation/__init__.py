@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from strop.curation.config import Comparison, Rule, Verdict, curate, load_curation, make_rule
+from strop.curation.config import Rule, curate, load_curation, make_rule
 from strop.curation.run import run_curation
+from strop.tasks.columns import Verdict
 
-__all__ = ["Comparison", "Rule", "Verdict", "curate", "load_curation", "make_rule", "run_curation"]
+__all__ = ["Rule", "Verdict", "curate", "load_curation", "make_rule", "run_curation"]

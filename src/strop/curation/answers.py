@@ -11,7 +11,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -110,6 +110,8 @@ def bare(answer: str) -> str:
 class RuleScope(Config):
     """The keys of every rule: the sources whose problems it judges."""
 
+    compares: ClassVar[bool] = False
+    """Whether it compares a task with those before it."""
     kind: str
     sources: tuple[str, ...] = Field(
         (), description='Datasets, paths or hub names; empty: all. For dataset = "strop": the source column of its rows.'
@@ -120,7 +122,7 @@ class RuleScope(Config):
         return self.kind
 
     def opened(self) -> Any:
-        """Return what judges: a `Rule` or a `Comparison`. Raises `TaskError` if a benchmark or outcomes cannot be read."""
+        """Return the `Rule`. Raises `TaskError` if a benchmark or outcomes cannot be read."""
         return self
 
 

@@ -6,14 +6,13 @@ drawn as a page.
 
 from __future__ import annotations
 
-import base64
 import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Protocol, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -25,8 +24,7 @@ from strop.curation.outcomes import AgreementRule
 from strop.errors import did_you_mean
 from strop.reports.html import render
 from strop.run_directory import read_lines, write_text
-from strop.tasks.columns import BadRow, LeftOut
-from strop.tasks.readers import Row
+from strop.tasks.columns import Verdict
 from strop.tasks.rows import RowSource
 from strop.types import Task, derive_seed
 
@@ -42,9 +40,6 @@ RuleConfig: TypeAlias = Annotated[
     Field(discriminator="kind"),
 ]
 
-COMPARISONS = (ExactDuplicatesRule, NearDuplicatesRule)
-"""Rules that compare a task with those before it."""
-
 
 class CurationConfig(Config):
     """The root of a curation file."""
@@ -59,7 +54,7 @@ class CurationConfig(Config):
         twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
         if twice is not None:
             raise ValueError(f"rules has {twice} twice. Keep one of them.")
-        is_comparison = [isinstance(rule, COMPARISONS) for rule in self.rules]
+        is_comparison = [rule.compares for rule in self.rules]
         if is_comparison != sorted(is_comparison):
             first = kinds[is_comparison.index(True)]
             raise ValueError(
@@ -105,169 +100,65 @@ def load_curation(path: Path, overrides: Sequence[str] = ()) -> CurationConfig:
     return validate(CurationConfig, with_paths(load_toml(path, overrides), path, _PATH_KEYS), place=str(path))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A task with the rule that dropped it and the reason, or with neither if it was kept."""
-
-    task: Task
-    rule: str = ""
-    reason: str = ""
-
-    @property
-    def is_kept(self) -> bool:
-        return not self.rule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A task after the independent rules. A kept task carries the preparations of the comparisons."""
-
-    verdict: Verdict
-    prepared: tuple[bytes, ...] = ()
-
-
 class Rule(Protocol):
-    """Judges each task independently, so in parallel and in any order."""
+    """Judges tasks: each independently, so in parallel and in any order, or in order, compared with those before it."""
 
     @property
     def name(self) -> str: ...
 
     def judge(self, task: Task) -> str | None:
-        """Return the reason why `task` is dropped, or None."""
+        """Return the reason why `task` is dropped, or None; a rule that compares remembers a task that stays."""
 
 
-@runtime_checkable
-class Comparison(Protocol):
-    """Compares a task with those before it, so it sees all tasks in order.
-
-    `prepare` computes what depends on the task only; other processes run it.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self, task: Task) -> bytes: ...
-
-    def judge(self, task: Task, prepared: bytes) -> str | None:
-        """Return the reason why `task` is dropped, or None; a task that stays is remembered."""
+ScopedRule: TypeAlias = tuple[Rule, frozenset[str] | None]
+"""A rule and the sources whose problems it judges; None: all. Others stay, and are not compared."""
 
 
-AnyRule: TypeAlias = Rule | Comparison
-Sources: TypeAlias = frozenset[str] | None
-"""The sources whose problems a rule judges; None: all. Others stay, and are not compared."""
-
-
-class Rules:
-    """The rules of a file, in order: first those that judge each task independently, then the comparisons."""
-
-    def __init__(self, rules: Iterable[tuple[AnyRule, Sources]]) -> None:
-        self._independent: list[tuple[Rule, Sources]] = []
-        self._comparisons: list[tuple[Comparison, Sources]] = []
-        for rule, sources in rules:
-            if isinstance(rule, Comparison):
-                self._comparisons.append((rule, sources))
-            else:
-                self._independent.append((rule, sources))
-
-    @property
-    def names(self) -> list[str]:
-        return [rule.name for rule, _ in self._independent] + [rule.name for rule, _ in self._comparisons]
-
-    def judge(self, task: Task) -> Judged:
-        """Apply the independent rules, and prepare the comparisons. Runs in parallel."""
-        for rule, sources in self._independent:
-            if _applies_to(task, sources) and (reason := rule.judge(task)) is not None:
-                return Judged(verdict=Verdict(task=task, rule=rule.name, reason=reason))
-        prepared = (rule.prepare(task) if _applies_to(task, sources) else b"" for rule, sources in self._comparisons)
-        return Judged(verdict=Verdict(task=task), prepared=tuple(prepared))
-
-    def compare(self, judged: Iterable[Judged]) -> Iterator[Verdict]:
-        """Apply the comparisons to judged tasks, in order."""
-        for each in judged:
-            yield self._compared(each) if each.verdict.is_kept else each.verdict
-
-    def _compared(self, judged: Judged) -> Verdict:
-        task = judged.verdict.task
-        for (rule, sources), prepared in zip(self._comparisons, judged.prepared, strict=True):
-            if _applies_to(task, sources) and (reason := rule.judge(task, prepared)) is not None:
-                return Verdict(task=task, rule=rule.name, reason=reason)
-        return judged.verdict
-
-
-def _applies_to(task: Task, sources: Sources) -> bool:
-    return sources is None or task.source in sources
-
-
-def make_rule(config: RuleConfig) -> AnyRule:
+def make_rule(config: RuleConfig) -> Rule:
     """Return the rule that `config` describes. Raises `TaskError` if its benchmark or outcomes cannot be read."""
-    rule: AnyRule = config.opened()
+    rule: Rule = config.opened()
     return rule
 
 
-def make_rules(config: CurationConfig) -> Rules:
-    """Return the rules of a file, each for its sources. Raises the errors of `make_rule`."""
-    return Rules((make_rule(rule), config.scope(rule)) for rule in config.rules)
+def make_rules(config: CurationConfig) -> tuple[list[ScopedRule], list[ScopedRule]]:
+    """Return the rules that judge each task independently, and those that compare it. Raises the errors of `make_rule`."""
+    independent, comparing = (
+        [(make_rule(rule), config.scope(rule)) for rule in config.rules if rule.compares == compares]
+        for compares in (False, True)
+    )
+    return independent, comparing
 
 
-def curate(tasks: Iterable[Task], rules: Iterable[AnyRule]) -> Iterator[Verdict]:
-    """Return a verdict for each task. Comparisons judge after all other rules."""
-    all_rules = Rules((rule, None) for rule in rules)
-    return all_rules.compare(map(all_rules.judge, tasks))
+def apply(verdict: Verdict, rules: Iterable[ScopedRule]) -> Verdict:
+    """Return the verdict of the first of `rules` that drops the task of `verdict`, which stays as it is otherwise."""
+    if not verdict.is_kept:
+        return verdict
+    task = verdict.task
+    for rule, sources in rules:
+        if (sources is None or task.source in sources) and (reason := rule.judge(task)) is not None:
+            return Verdict(task=task, rule=rule.name, reason=reason)
+    return verdict
 
 
-UNREADABLE = "unreadable"
-"""Name of the rule for rows that are not tasks."""
+def curate(tasks: Iterable[Task], rules: Sequence[Rule]) -> Iterator[Verdict]:
+    """Return a verdict for each task, of `rules` in their order; those that compare belong last."""
+    for task in tasks:
+        yield apply(Verdict(task=task), [(rule, None) for rule in rules])
 
 
 def part_path(directory: Path, number: int) -> Path:
     return directory / f"part-{number:06d}.jsonl"
 
 
-def write_part(path: Path, judged: Iterable[Judged]) -> None:
-    write_text(path, "".join(json.dumps(_line(each), ensure_ascii=False) + "\n" for each in judged))
+def write_part(path: Path, verdicts: Iterable[Verdict]) -> None:
+    write_text(path, "".join(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in verdicts))
 
 
-def read_parts(directory: Path) -> Iterator[Judged]:
-    """Return all judged tasks in the order of the input."""
+def read_parts(directory: Path) -> Iterator[Verdict]:
+    """Return all verdicts in the order of the input."""
     for path in sorted(directory.glob("part-*.jsonl")):
         for line in read_lines(path):
-            yield Judged(
-                verdict=Verdict(task=task_of(line["task"]), rule=line["rule"], reason=line["reason"]),
-                prepared=tuple(base64.b64decode(each) for each in line["prepared"]),
-            )
-
-
-def unreadable(bad: BadRow) -> Judged:
-    """Return a row that is not a task as a dropped task whose question is the row."""
-    shown = json.dumps(bad.row, ensure_ascii=False, default=str)
-    task = Task(id=Path(bad.place).name, question=shown, answer="", source=bad.source)
-    return Judged(verdict=Verdict(task=task, rule=UNREADABLE, reason=bad.problem))
-
-
-def left_out(row: LeftOut) -> Judged:
-    """Return a task that a limit of its source leaves out; the rule is the key of the limit."""
-    return Judged(verdict=Verdict(task=row.task, rule=row.key, reason=row.reason))
-
-
-def row_of(task: Task) -> dict[str, Any]:
-    """Return a task as a row of kept.jsonl."""
-    return {
-        "id": task.id,
-        "question": task.question,
-        "answer": task.answer,
-        "source": task.source,
-        "facts": dict(task.facts),
-    }
-
-
-def task_of(row: Row) -> Task:
-    return Task(id=row["id"], question=row["question"], answer=row["answer"], source=row["source"], facts=row["facts"])
-
-
-def _line(judged: Judged) -> dict[str, Any]:
-    verdict = judged.verdict
-    prepared: Sequence[str] = [base64.b64encode(each).decode() for each in judged.prepared]
-    return {"task": row_of(verdict.task), "rule": verdict.rule, "reason": verdict.reason, "prepared": prepared}
+            yield Verdict(task=Task(**line["task"]), rule=line["rule"], reason=line["reason"])
 
 
 _NUM_SAMPLES = 8

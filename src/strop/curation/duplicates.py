@@ -37,15 +37,12 @@ class ExactDuplicates:
     def __init__(self) -> None:
         self._first: dict[bytes, tuple[str, str]] = {}
 
-    def prepare(self, task: Task) -> bytes:
-        return fingerprint(task.question)
-
-    def judge(self, task: Task, prepared: bytes) -> str | None:
-        answer = bare(task.answer)
-        if prepared not in self._first:
-            self._first[prepared] = (task.id, answer)
+    def judge(self, task: Task) -> str | None:
+        key, answer = fingerprint(task.question), bare(task.answer)
+        if key not in self._first:
+            self._first[key] = (task.id, answer)
             return None
-        first, first_answer = self._first[prepared]
+        first, first_answer = self._first[key]
         other = "" if first_answer == answer else f", whose answer is {first_answer!r} where this one's is {answer!r}"
         return f"the same question as {first}{other}"
 
@@ -76,10 +73,8 @@ class NearDuplicates:
         self._kept: list[str] = []  # ids
         self._signatures = np.empty((1024, _NUM_HASHES), dtype=np.uint32)
 
-    def prepare(self, task: Task) -> bytes:
-        return signature(task.question)
-
-    def judge(self, task: Task, prepared: bytes) -> str | None:
+    def judge(self, task: Task) -> str | None:
+        prepared = signature(task.question)
         own = np.frombuffer(prepared, dtype="<u4")
         bands = self._bands(prepared, bare(task.answer))
         met = [bucket[band] for bucket, band in zip(self._buckets, bands, strict=True) if band in bucket]
@@ -148,6 +143,7 @@ def rows_of_band(threshold: float) -> int:
 class ExactDuplicatesRule(RuleScope):
     """Keeps the first of equal questions."""
 
+    compares = True
     kind: Literal["exact_duplicates"] = "exact_duplicates"
 
     def opened(self) -> ExactDuplicates:
@@ -157,6 +153,7 @@ class ExactDuplicatesRule(RuleScope):
 class NearDuplicatesRule(RuleScope):
     """Keeps the first of nearly equal questions; needs the extra `data`."""
 
+    compares = True
     kind: Literal["near_duplicates"] = "near_duplicates"
     threshold: float = Field(default=0.8, ge=0.3, le=1, description="Jaccard index of the word triples.")
     needs_same_answer: bool = Field(True, description="Only questions with equal answers are duplicates.")

@@ -20,23 +20,20 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from strop.curation.config import (
-    UNREADABLE,
     CurationConfig,
-    Judged,
-    Rules,
     RuleTally,
+    ScopedRule,
     Tally,
-    left_out,
+    apply,
     make_rules,
     part_path,
     read_parts,
-    row_of,
-    unreadable,
     write_page,
     write_part,
 )
@@ -44,18 +41,15 @@ from strop.curation.decontamination import DecontaminationRule
 from strop.curation.outcomes import AgreementRule
 from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
-from strop.tasks.columns import LIMITS, WHERE, BadRow, LeftOut
+from strop.tasks.columns import LIMITS, UNREADABLE, WHERE, Verdict
 from strop.tasks.files import keeping_commits, writing_rows
 from strop.tasks.rows import HubRows, RowSource, read_tasks
-from strop.types import Task
 
 logger = logging.getLogger(__name__)
 
 CHUNK_TASKS = 1000
 _FORMAT = 1  # of a result; change it to invalidate finished results
 _CHUNK_DEADLINE_S = 600.0
-
-AnyRow: TypeAlias = Task | LeftOut | BadRow
 
 Progress = Callable[[int], None]
 """Receives the number of newly judged rows. An exception ends the curation; the same call resumes it."""
@@ -88,12 +82,12 @@ def run_curation(
         write_json(parts / "inputs.json", {"digest": made_of["digest"], "hub": commits})
 
     with keeping_commits(commits):
-        rules = make_rules(config)
+        independent, comparing = make_rules(config)
     keep()
     with keeping_commits(commits, tell=keep):
-        _judge_all(config, rules, parts, jobs=jobs, progress=progress, commits=commits)
-    tally = _compare_all(rules, parts, directory, progress)
-    tallies = tally.by_rule(_scopes(config, rules))
+        _judge_all(config, independent, parts, jobs=jobs, progress=progress, commits=commits)
+    tally = _compare_all(comparing, parts, directory, progress)
+    tallies = tally.by_rule(_scopes(config))
     summary = _summary(config, tally, tallies, made_of | ({"hub": commits} if commits else {}))
     write_page(directory / "report.html", config.name, summary, tallies, tally.samples())
     write_json(done, summary)
@@ -116,7 +110,7 @@ def _open_parts(parts: Path, digest: str) -> dict[str, str]:
 
 
 def _judge_all(
-    config: CurationConfig, rules: Rules, parts: Path, *, jobs: int, progress: Progress, commits: dict[str, str]
+    config: CurationConfig, rules: list[ScopedRule], parts: Path, *, jobs: int, progress: Progress, commits: dict[str, str]
 ) -> None:
     """Write a part for each chunk of the input without one.
 
@@ -128,7 +122,7 @@ def _judge_all(
     if jobs == 1:
         for number, chunk in chunks:
             if not part_path(parts, number).exists():
-                write_part(part_path(parts, number), [_judge(rules, each) for each in chunk])
+                write_part(part_path(parts, number), [apply(each, rules) for each in chunk])
             progress(len(chunk))
         return
     context = multiprocessing.get_context("spawn")  # the parent may have threads, such as pyarrow's
@@ -148,7 +142,7 @@ def _judge_all(
         raise MachineError("curation: a process that judged tasks was killed. The same command resumes.") from error
 
 
-def _chunks(rows: Iterator[AnyRow]) -> Iterator[list[AnyRow]]:
+def _chunks(rows: Iterator[Verdict]) -> Iterator[list[Verdict]]:
     while chunk := list(islice(rows, CHUNK_TASKS)):
         yield chunk
 
@@ -167,7 +161,7 @@ def _collect(running: dict[Future[None], int], pool: ProcessPoolExecutor) -> int
     return num_rows
 
 
-_worker_rules: Rules | None = None  # of a worker process
+_worker_rules: list[ScopedRule] = []  # of a worker process
 
 
 def _start(config: CurationConfig, commits: dict[str, str]) -> None:
@@ -176,7 +170,7 @@ def _start(config: CurationConfig, commits: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with keeping_commits(commits):
-        _worker_rules = make_rules(config)
+        _worker_rules, _ = make_rules(config)
 
 
 def _end_with_parent() -> None:
@@ -186,33 +180,23 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _judge_chunk(path: Path, chunk: list[AnyRow]) -> None:
-    assert _worker_rules is not None
-    write_part(path, [_judge(_worker_rules, each) for each in chunk])
+def _judge_chunk(path: Path, chunk: list[Verdict]) -> None:
+    write_part(path, [apply(each, _worker_rules) for each in chunk])
 
 
-def _judge(rules: Rules, row: AnyRow) -> Judged:
-    match row:
-        case Task():
-            return rules.judge(row)
-        case LeftOut():
-            return left_out(row)
-        case BadRow():
-            return unreadable(row)
-
-
-def _compare_all(rules: Rules, parts: Path, directory: Path, progress: Progress) -> Tally:
-    """Apply the comparisons to all parts, and write kept.jsonl and dropped.jsonl atomically.
+def _compare_all(rules: list[ScopedRule], parts: Path, directory: Path, progress: Progress) -> Tally:
+    """Apply the rules that compare to all parts, and write kept.jsonl and dropped.jsonl atomically.
 
     `progress` is called with 0 rows from time to time, so that it can stop this.
     """
     tally = Tally()
     with writing_rows(directory / "kept.jsonl") as keep, writing_rows(directory / "dropped.jsonl") as drop:
-        for verdict in rules.compare(read_parts(parts)):
+        for each in read_parts(parts):
+            verdict = apply(each, rules)
             tally.add(verdict)
             if not tally.num_tasks % CHUNK_TASKS:
                 progress(0)
-            row = row_of(verdict.task)
+            row = asdict(verdict.task)
             if verdict.is_kept:
                 keep(row)
             else:
@@ -220,12 +204,11 @@ def _compare_all(rules: Rules, parts: Path, directory: Path, progress: Progress)
     return tally
 
 
-def _scopes(config: CurationConfig, rules: Rules) -> dict[str, frozenset[str] | None]:
+def _scopes(config: CurationConfig) -> dict[str, frozenset[str] | None]:
     """Return the sources of each rule, and of each limit that acts as a rule, in the order in which they judge."""
     first = [WHERE, UNREADABLE] if any(source.config.rows_where for source in config.sources) else [UNREADABLE]
     limits = [key for key in LIMITS if any(getattr(source.config, key) is not None for source in config.sources)]
-    scope_of: dict[str, frozenset[str] | None] = {rule.kind: config.scope(rule) for rule in config.rules}
-    return dict.fromkeys([*first, *limits]) | {name: scope_of[name] for name in rules.names}
+    return dict.fromkeys([*first, *limits]) | {rule.kind: config.scope(rule) for rule in config.rules}
 
 
 def _summary(config: CurationConfig, tally: Tally, rules: list[RuleTally], made_of: dict[str, Any]) -> dict[str, Any]:

@@ -89,40 +89,42 @@ class Columns(TaskSource.Config):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRow:
-    """A row that is not a task, and a sentence with its place and the reason. An unreadable line is the `text` of a row."""
-
-    place: str
-    source: str
-    problem: str
-    row: Row
+WHERE, UNREADABLE = "where", "unreadable"
+"""The rules that drop a row before it is read as a task: by a column, and because it is no task."""
+LIMITS = ("max_question_chars", "max_solution_steps", "limit")
+"""The keys of `Columns` that drop tasks by their size or number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """A task that the config leaves out, with the key and the reason. For `where`, only its readable parts."""
+class Verdict:
+    """A task with the rule that dropped it and the reason, or with neither if it is kept.
+
+    A row that is no task is dropped as one whose question is the row; an unreadable line is the `text` of a row.
+    """
 
     task: Task
-    key: str
-    reason: str
+    rule: str = ""
+    reason: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.rule
 
 
-WHERE = "where"
-LIMITS = ("max_question_chars", "max_solution_steps", "limit")
-"""The keys of `Columns` that leave rows out: by a column, before the row is read as a task, and tasks by their size."""
-
-
-def judge(row: Row | NoRow, columns: Columns, *, place: str, source: str) -> Task | LeftOut | BadRow:
+def judge(row: Row | NoRow, columns: Columns, *, place: str, source: str) -> Verdict:
     """Return what `row` is, without the limits."""
-    if isinstance(row, NoRow):
-        return BadRow(place=place, source=source, problem=f"{place}: {row.problem}.", row={"text": row.text})
+    reason = ""
     try:
-        if reason := _why_elsewhere(row, columns):
-            return LeftOut(task=_as_far_as_read(row, columns, place, source), key=WHERE, reason=reason)
-        return _task_of(row, columns, place=place, source=source)
+        if isinstance(row, NoRow):
+            raise Unreadable(row.problem)
+        reason = _why_elsewhere(row, columns)
+        task = _task_of(row, columns, place=place, source=source)
     except Unreadable as error:
-        return BadRow(place=place, source=source, problem=f"{place}: {error}.", row=row)
+        shown = json.dumps({"text": row.text} if isinstance(row, NoRow) else row, ensure_ascii=False, default=str)
+        task = Task(id=os.path.basename(place), question=shown, answer="", source=source)
+        if not reason:
+            return Verdict(task=task, rule=UNREADABLE, reason=f"{place}: {error}.")
+    return Verdict(task=task, rule=WHERE if reason else "", reason=reason)
 
 
 def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
@@ -153,15 +155,6 @@ def _why_elsewhere(row: Row, columns: Columns) -> str:
         if value not in values:
             return f"its {column} is {value!r}, not {' or '.join(map(repr, values))}"
     return ""
-
-
-def _as_far_as_read(row: Row, columns: Columns, place: str, source: str) -> Task:
-    """Return a row that is left out as a task; if it is none, the whole row is its question."""
-    try:
-        return _task_of(row, columns, place=place, source=source)
-    except Unreadable:
-        shown = json.dumps(row, ensure_ascii=False, default=str)
-        return Task(id=os.path.basename(place), question=shown, answer="", source=source)
 
 
 def where_in_words(columns: Columns) -> str:
@@ -199,14 +192,15 @@ def _source(row: Row, shape: Published, source: str) -> str:
     return str(row.get("source") or source) if shape is PUBLISHED["strop"] else source
 
 
-def left_out(task: Task, columns: Columns, num_before: int) -> LeftOut | None:
-    """Return `task` with the limit that leaves it out, after `num_before` kept ones; None if it stays."""
+def within_limits(verdict: Verdict, columns: Columns, num_before: int) -> Verdict:
+    """Return `verdict`, or if a limit drops its task, after `num_before` kept ones, that."""
+    task = verdict.task
     for key, found, what in (
         ("max_question_chars", len(task.question), "characters"),
         ("max_solution_steps", task.facts.get("solution", "").count("<<"), "steps of its solution"),
         ("limit", num_before + 1, "rows"),
     ):
         most = getattr(columns, key)
-        if most is not None and found > most:
-            return LeftOut(task=task, key=key, reason=f"{found} {what}, more than {most}")
-    return None
+        if verdict.is_kept and most is not None and found > most:
+            return Verdict(task=task, rule=key, reason=f"{found} {what}, more than {most}")
+    return verdict

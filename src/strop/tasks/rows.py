@@ -6,6 +6,7 @@ import logging
 import random
 from abc import abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.tasks.columns import LIMITS, WHERE, BadRow, Columns, LeftOut, judge, left_out, where_in_words
+from strop.tasks.columns import LIMITS, UNREADABLE, WHERE, Columns, Verdict, judge, where_in_words, within_limits
 from strop.tasks.files import Found, IndexedRows, RowFile, find_jsonl, find_rows, read_hub
 from strop.tasks.protocol import Split, TaskSource
 from strop.tasks.published import PUBLISHED, Published
@@ -237,36 +238,35 @@ def open_rows(source: RowSource, *, split: Split) -> RowFile[Task]:
 def iterate_rows(source: RowSource, *, split: Split) -> Iterator[Task]:
     """Yield the tasks of `split`, up to the limit, as their rows are read. Raises as `load_rows` does."""
     config, num_tasks = source.config, 0
-    skipped: list[str] = []
-    elsewhere: list[LeftOut] = []
+    num_dropped: Counter[str] = Counter()
+    first: dict[str, Verdict] = {}
     for each in read_tasks(source, split=split):
-        if isinstance(each, Task):
-            yield each
+        if each.is_kept:
+            yield each.task
             num_tasks += 1
             if num_tasks == config.limit:
                 break
-        elif isinstance(each, BadRow):
-            if config.bad_rows == "error":
-                expected = f" dataset = {config.dataset!r} is {PUBLISHED[config.dataset].source}." if config.dataset else ""
-                raise TaskError(
-                    f"{each.problem}{expected} Correct or remove the row, name other columns in tasks (question, answer, facts,"
-                    ' where), or leave such rows out with tasks.bad_rows = "skip".'
-                )
-            skipped.append(each.problem)
-        elif each.key == WHERE:
-            elsewhere.append(each)
-    if elsewhere:
-        first = elsewhere[0]
+        elif each.rule == UNREADABLE and config.bad_rows == "error":
+            expected = f" dataset = {config.dataset!r} is {PUBLISHED[config.dataset].source}." if config.dataset else ""
+            raise TaskError(
+                f"{each.reason}{expected} Correct or remove the row, name other columns in tasks (question, answer, facts,"
+                ' where), or leave such rows out with tasks.bad_rows = "skip".'
+            )
+        else:
+            num_dropped[each.rule] += 1
+            first.setdefault(each.rule, each)
+    if elsewhere := first.get(WHERE):
         logger.warning(
             "%s: %d rows were left out under %s; the first: %s: %s. tasks.where = {} reads all.",
-            *(first.task.source, len(elsewhere), where_in_words(config), first.task.id, first.reason),
+            *(elsewhere.task.source, num_dropped[WHERE], where_in_words(config), elsewhere.task.id, elsewhere.reason),
         )
-    if skipped:
-        logger.warning("%d rows are not tasks and were left out; the first: %s", len(skipped), skipped[0])
+    if UNREADABLE in first:
+        reason = first[UNREADABLE].reason
+        logger.warning("%d rows are not tasks and were left out; the first: %s", num_dropped[UNREADABLE], reason)
 
 
-def read_tasks(source: RowSource, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
-    """Yield each row of `split` as a task, as a task that the config leaves out, or as a bad row.
+def read_tasks(source: RowSource, *, split: Split) -> Iterator[Verdict]:
+    """Yield each row of `split`, kept as a task or dropped.
 
     Raises:
         TaskError: no such file, data set or split, or no rows left.
@@ -276,13 +276,11 @@ def read_tasks(source: RowSource, *, split: Split) -> Iterator[Task | LeftOut | 
     first_bad = ""
     for place, row in source.find(split):
         num_rows += 1
-        judged = judge(row, config, place=place, source=name)
-        if isinstance(judged, BadRow):
-            first_bad = first_bad or f" The first that is no task: {judged.problem}"
-        elif isinstance(judged, Task):
-            judged = left_out(judged, config, num_tasks) or judged
-            num_tasks += isinstance(judged, Task)
-        yield judged
+        verdict = within_limits(judge(row, config, place=place, source=name), config, num_tasks)
+        num_tasks += verdict.is_kept
+        if verdict.rule == UNREADABLE:
+            first_bad = first_bad or f" The first that is no task: {verdict.reason}"
+        yield verdict
     if not num_rows:
         raise TaskError(f"{name}: it has no rows. Give it at least one.")
     if not num_tasks:
