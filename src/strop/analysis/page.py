@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from strop.analysis.marks import TOP_SHARE, MarkedTurn, Part, Position, Token
 from strop.analysis.read import Analysis, Shown
-from strop.analysis.statistics import LAST_OFFSET, Figures, Offsets, Tally, most_frequent
+from strop.analysis.statistics import LAST_OFFSET, Figures
 from strop.reports.html import render
 from strop.reports.plots import Drawing, Plot, Series
 from strop.reports.scales import Table, Unit, figure
@@ -31,54 +33,44 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "last_offset": LAST_OFFSET,
         "num_rollouts_without_entropies": analysis.num_without_entropies,
         **_figures(total),
-        "offsets": {str(position): _offsets(total.window(position)) for position in Position}
-        | {"after_any": _offsets(total.window(*OBSERVED))},
+        "offsets": {str(position): _offsets(total, position) for position in Position}
+        | {"after_any": _offsets(total, *OBSERVED)},
         "forking_texts": [
-            {"text": text, "num_tokens": tally.num_tokens, "entropy_nats": tally.entropy}
-            for text, tally in most_frequent(total.forking, _NUM_LISTED)
+            {"text": text, "num_tokens": tally.num_tokens, "entropy_nats": tally.entropy_nats}
+            for text, tally in total.forking(_NUM_LISTED)
         ],
-        "reflection_words": {str(position): dict(words.most_common()) for position, words in total.words.items()},
+        "reflection_words": {str(position): _words(total, position) for position in total.turns},
         "steps": [{"step": step, **_figures(figures)} for step, figures in analysis.steps.items()],
     }
 
 
 def _figures(figures: Figures) -> dict[str, Any]:
+    total = figures.all_tokens
+    positions = {
+        str(position): {
+            "num_completions": figures.turns[position],
+            "first_entropy_nats": figures.first(position).entropy_nats,
+            **asdict(figures.reasoning(position)),
+        }
+        for position in Position
+    }
     return {
         "num_rollouts": figures.num_rollouts,
-        "num_tokens": figures.all_tokens.num_tokens,
-        "entropy_nats": figures.all_tokens.entropy,
-        "high_entropy_nats": figures.all_tokens.high_entropy,
-        "parts": {str(part): _part(figures.part(part)) for part in Part},
-        "positions": {str(position): _position(figures, position) for position in Position},
+        "num_tokens": total.num_tokens,
+        "entropy_nats": total.entropy_nats,
+        "high_entropy_nats": total.high_entropy_nats,
+        "parts": {str(part): asdict(figures.part(part)) for part in Part},
+        "positions": positions,
     }
 
 
-def _part(tally: Tally) -> dict[str, Any]:
-    return {
-        "num_tokens": tally.num_tokens,
-        "entropy_nats": tally.entropy,
-        "num_high": tally.num_high,
-        "high_share": tally.high_share,
-    }
+def _offsets(figures: Figures, *positions: Position) -> dict[str, Any]:
+    window = figures.window(*positions)
+    return {"entropy_nats": [each.entropy_nats for each in window], "num_tokens": [each.num_tokens for each in window]}
 
 
-def _position(figures: Figures, position: Position) -> dict[str, Any]:
-    tally = figures.reasoning(position)
-    return {
-        "num_completions": figures.turns.get(position, 0),
-        "first_entropy_nats": figures.window(position).entropy,
-        "num_reasoning_tokens": tally.num_tokens,
-        "reasoning_entropy_nats": tally.entropy,
-        "num_forking": tally.num_high,
-        "forking_share": tally.high_share,
-        "num_reflection": tally.num_reflection,
-        "reflection_share": tally.reflection_share,
-        "num_forking_reflection": tally.num_high_reflection,
-    }
-
-
-def _offsets(offsets: Offsets) -> dict[str, Any]:
-    return {"entropy_nats": offsets.entropies, "num_tokens": list(offsets.num_tokens)}
+def _words(figures: Figures, position: Position) -> dict[str, int]:
+    return {word: num for (at, word), num in figures.words.most_common() if at is position}
 
 
 PARTS = {Part.REASONING: "reasoning", Part.TOOL_CALL: "tool calls", Part.ANSWER: "answers"}
@@ -109,13 +101,13 @@ def size(analysis: Analysis) -> str:
 def findings(figures: Figures) -> list[str]:
     """What the papers ask of these figures, each in a sentence; only what there is something to say of."""
     found = []
-    start, behind = figures.window(Position.START).entropy, figures.window(*OBSERVED).entropy
+    start, behind = figures.first(Position.START).entropy_nats, figures.first(*OBSERVED).entropy_nats
     if start is not None and behind is not None:
         found.append(
             f"The first {LAST_OFFSET + 1} tokens after an observation have {figure(behind)} nats on average, those of a rollout"
             f" {figure(start)}: {_compared(behind, start)} after an observation."
         )
-    call, reasoning = figures.part(Part.TOOL_CALL).entropy, figures.part(Part.REASONING).entropy
+    call, reasoning = figures.part(Part.TOOL_CALL).entropy_nats, figures.part(Part.REASONING).entropy_nats
     if call is not None and reasoning is not None:
         found.append(
             f"Tokens of tool calls have {figure(call)} nats, tokens of reasoning {figure(reasoning)}:"
@@ -145,7 +137,7 @@ def parts_table(figures: Figures) -> Table:
             (
                 name,
                 f"{tally.num_tokens:,}",
-                shown(tally.entropy),
+                shown(tally.entropy_nats),
                 f"{tally.num_high:,}",
                 shown(tally.high_share, Unit.PERCENT),
                 shown(of_marked, Unit.PERCENT),
@@ -159,14 +151,14 @@ def positions_table(figures: Figures) -> Table:
     """Forking and reflection tokens by what came before their completion; positions that no completion has are left out."""
     rows = []
     for position, name in POSITIONS.items():
-        if not figures.turns.get(position):
+        if not figures.turns[position]:
             continue
         tally = figures.reasoning(position)
         rows.append(
             (
                 name,
                 f"{figures.turns[position]:,}",
-                shown(figures.window(position).entropy),
+                shown(figures.first(position).entropy_nats),
                 f"{tally.num_tokens:,}",
                 f"{tally.num_high:,} · {shown(tally.high_share, Unit.PERCENT)}",
                 f"{tally.num_reflection:,} · {shown(tally.reflection_share, Unit.PERCENT)}",
@@ -181,7 +173,6 @@ _MIN_REACH = 0.05  # of a position's completions: means of fewer are noise and a
 _POSITIONS = {position: (name, 2 * number) for number, (position, name) in enumerate(POSITIONS.items())}  # name, colour
 _PARTS = {part: (name, colour) for (part, name), colour in zip(PARTS.items(), (0, 3, 1), strict=True)}
 _OF_REASONING = "Share of reasoning tokens "
-_KeyT = TypeVar("_KeyT")
 _MAX_TOKENS = 1200  # of one completion; what is left out is counted
 _MAX_CHARS = 1500  # of one observation
 _NUM_TEXTS, _NUM_WORDS = 24, 24
@@ -266,16 +257,16 @@ def _clipped(text: str) -> str:
 
 def _texts_table(figures: Figures) -> Table:
     rows = (
-        (text.replace("\n", "⏎"), f"{tally.num_tokens:,}", shown(tally.entropy))
-        for text, tally in most_frequent(figures.forking, _NUM_TEXTS)
+        (text.replace("\n", "⏎"), f"{tally.num_tokens:,}", shown(tally.entropy_nats))
+        for text, tally in figures.forking(_NUM_TEXTS)
     )
     return Table(columns=("text", "forking tokens", "entropy, nats"), rows=tuple(rows))
 
 
 def _words_table(figures: Figures) -> Table:
-    positions = [position for position in POSITIONS if figures.turns.get(position)]
-    words = sorted({word for counted in figures.words.values() for word in counted})
-    counts = {word: [figures.words[position][word] for position in positions] for word in words}
+    positions = [position for position in POSITIONS if figures.turns[position]]
+    words = {word for _, word in figures.words}
+    counts = {word: [figures.words[position, word] for position in positions] for word in words}
     ranked = sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))[:_NUM_WORDS]
     return Table(
         columns=("word", *(POSITIONS[position] for position in positions)),
@@ -285,34 +276,24 @@ def _words_table(figures: Figures) -> Table:
 
 def by_offset(figures: Figures) -> list[Drawing]:
     """Return plots of the tokens after each observation and of the first tokens: ARPO (arXiv 2507.19849), section 1.2."""
-    windows = {position: figures.window(position) for position in Position if figures.turns.get(position)}
-    entropy = tuple(
-        Series(
-            label=POSITIONS[position],
-            points=tuple(
-                (float(at), value)
-                for at, (value, number) in enumerate(zip(window.entropies, window.num_tokens, strict=True))
-                if value is not None and number >= _MIN_REACH * figures.turns[position]
-            ),
-            colour=_POSITIONS[position][1],
-        )
-        for position, window in windows.items()
-    )
-    reach = tuple(
-        Series(
-            label=POSITIONS[position],
-            points=tuple((float(at), float(number)) for at, number in enumerate(window.num_tokens) if number),
-            colour=_POSITIONS[position][1],
-        )
-        for position, window in windows.items()
-    )
+    entropy, reach = [], []
+    for position in filter(figures.turns.get, Position):
+        window = list(enumerate(figures.window(position)))
+        label, colour = _POSITIONS[position]
+        least = _MIN_REACH * figures.turns[position]
+        means = [
+            (float(at), each.entropy_nats) for at, each in window if each.entropy_nats is not None and each.num_tokens >= least
+        ]
+        nums = [(float(at), float(each.num_tokens)) for at, each in window if each.num_tokens]
+        entropy.append(Series(label=label, points=tuple(means), colour=colour))
+        reach.append(Series(label=label, points=tuple(nums), colour=colour))
     return [
         Drawing(
-            plot=Plot(title="Entropy by offset", series=entropy, x_label="offset", y_low=0.0),
+            plot=Plot(title="Entropy by offset", series=tuple(entropy), x_label="offset", y_low=0.0),
             note="Nats; mean of the completions that reach it, drawn while 5% do.",
         ),
         Drawing(
-            plot=Plot(title="Completions that reach the offset", series=reach, x_label="offset", y_low=0.0),
+            plot=Plot(title="Completions that reach the offset", series=tuple(reach), x_label="offset", y_low=0.0),
             note="Completions that end earlier do not count at later offsets.",
         ),
     ]
@@ -323,32 +304,42 @@ def over_steps(analysis: Analysis) -> list[Drawing]:
     if len(analysis.steps) < 2:
         return []
 
-    def parts(figures: Figures, part: Part) -> float | None:
-        return figures.part(part).entropy
-
-    def first(figures: Figures, position: Position) -> float | None:
-        return figures.window(position).entropy
-
-    def forking(figures: Figures, position: Position) -> float | None:
-        return figures.reasoning(position).high_share
-
-    def reflection(figures: Figures, position: Position) -> float | None:
-        return figures.reasoning(position).reflection_share
-
-    def number(figures: Figures, position: Position) -> float | None:
-        return float(figures.turns.get(position, 0)) or None
-
-    def top(figures: Figures, _: str) -> float | None:
-        return figures.all_tokens.high_entropy
-
-    steps, percent, top_name = analysis.steps, Unit.PERCENT, {"top 20%": ("top 20%", 0)}
+    top = {"top 20%": ("top 20%", 0)}
+    draw = partial(_drawing, analysis.steps)
     return [
-        _drawing(steps, "Entropy by part", "Mean nats of a sampled token.", _PARTS, parts),
-        _drawing(steps, "First tokens of completions", "Mean nats at offsets 0 to 50.", _POSITIONS, first),
-        _drawing(steps, "Forking tokens", _OF_REASONING + "that are in their rollout's top 20%.", _POSITIONS, forking, percent),
-        _drawing(steps, "Reflection tokens", _OF_REASONING + "in reflection words.", _POSITIONS, reflection, percent),
-        _drawing(steps, "Entropy of the top 20%", "Mean nats of marked tokens: near zero, marks mean little.", top_name, top),
-        _drawing(steps, "Completions", "Completions at each position: shares of few are noise.", _POSITIONS, number),
+        draw("Entropy by part", "Mean nats of a sampled token.", _PARTS, lambda each, part: each.part(part).entropy_nats),
+        draw(
+            "First tokens of completions",
+            "Mean nats at offsets 0 to 50.",
+            _POSITIONS,
+            lambda each, at: each.first(at).entropy_nats,
+        ),
+        draw(
+            "Forking tokens",
+            _OF_REASONING + "that are in their rollout's top 20%.",
+            _POSITIONS,
+            lambda each, at: each.reasoning(at).high_share,
+            Unit.PERCENT,
+        ),
+        draw(
+            "Reflection tokens",
+            _OF_REASONING + "in reflection words.",
+            _POSITIONS,
+            lambda each, at: each.reasoning(at).reflection_share,
+            Unit.PERCENT,
+        ),
+        draw(
+            "Entropy of the top 20%",
+            "Mean nats of marked tokens: near zero, marks mean little.",
+            top,
+            lambda each, _: each.all_tokens.high_entropy_nats,
+        ),
+        draw(
+            "Completions",
+            "Completions at each position: shares of few are noise.",
+            _POSITIONS,
+            lambda each, at: float(each.turns[at]) or None,
+        ),
     ]
 
 
@@ -356,8 +347,8 @@ def _drawing(
     steps: Mapping[int, Figures],
     title: str,
     note: str,
-    names: Mapping[_KeyT, tuple[str, int]],
-    value: Callable[[Figures, _KeyT], float | None],
+    names: Mapping[Any, tuple[str, int]],
+    value: Callable[[Figures, Any], float | None],
     unit: Unit = Unit.PLAIN,
 ) -> Drawing:
     """Return the plot of a metric over the steps, with one series for each of `names`; steps without a value are left out."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Self, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from strop.algorithms.method import Column, Selection
 from strop.analysis.marks import MarkedTurn, Part, Position, has_entropies, mark, with_entropies
@@ -21,179 +21,134 @@ from strop.rollout.chat_template import ChatFormat
 from strop.training.batch import TokenBatch, in_canonical_order
 from strop.types import RolloutKey, Trajectory
 
-_SUMS = ("turns", "parts", "offsets", "words", "forking")  # of `Figures`
 LAST_OFFSET = 50
 """ARPO (arXiv 2507.19849), section 1.2: entropy rises in the first 10 to 50 tokens after a tool's result."""
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
-    """None where there is nothing to divide by: no tokens are not the same as no entropy."""
-    return numerator / denominator if denominator else None
+class Kind(NamedTuple):
+    """What is counted of a token; for the first tokens of a completion also their offset, and for forking ones their text.
+
+    The offset is the number of sampled tokens between the observation, or the prompt, and the token.
+    """
+
+    position: Position
+    part: Part
+    is_high: bool
+    is_reflection: bool
+    offset: int | None = None
+    text: str = ""
+
+    @property
+    def is_forking(self) -> bool:
+        return self.is_high and self.part is Part.REASONING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Some tokens."""
+    """Some tokens. A mean or share of nothing is None, which is not 0."""
 
-    num_tokens: int = 0
-    entropy_sum: float = 0.0
-    num_high: int = 0
-    high_entropy_sum: float = 0.0
-    num_reflection: int = 0
-    num_high_reflection: int = 0
-    reflection_entropy_sum: float = 0.0
-
-    def __add__(self, other: Self) -> Tally:
-        return Tally(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
-
-    @property
-    def entropy(self) -> float | None:
-        return ratio(self.entropy_sum, self.num_tokens)
-
-    @property
-    def high_share(self) -> float | None:
-        return ratio(self.num_high, self.num_tokens)
-
-    @property
-    def high_entropy(self) -> float | None:
-        """Mean entropy of the marked tokens."""
-        return ratio(self.high_entropy_sum, self.num_high)
-
-    @property
-    def reflection_entropy(self) -> float | None:
-        """Mean entropy of tokens in reflection words."""
-        return ratio(self.reflection_entropy_sum, self.num_reflection)
-
-    @property
-    def reflection_share(self) -> float | None:
-        return ratio(self.num_reflection, self.num_tokens)
+    num_tokens: int
+    entropy_nats: float | None
+    num_high: int
+    high_share: float | None
+    high_entropy_nats: float | None  # mean of the marked tokens
+    num_reflection: int
+    reflection_share: float | None
+    reflection_entropy_nats: float | None  # mean of tokens in reflection words
+    num_high_reflection: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offsets:
-    """Sums over completions by offset: the number of sampled tokens between the observation, or the prompt, and the token."""
-
-    entropy_sums: tuple[float, ...] = (0.0,) * (LAST_OFFSET + 1)
-    num_tokens: tuple[int, ...] = (0,) * (LAST_OFFSET + 1)
-
-    def __add__(self, other: Self) -> Offsets:
-        return Offsets(
-            entropy_sums=tuple(a + b for a, b in zip(self.entropy_sums, other.entropy_sums, strict=True)),
-            num_tokens=tuple(a + b for a, b in zip(self.num_tokens, other.num_tokens, strict=True)),
-        )
-
-    @property
-    def entropies(self) -> list[float | None]:
-        """The mean at each offset, over the completions that are long enough."""
-        return [ratio(total, count) for total, count in zip(self.entropy_sums, self.num_tokens, strict=True)]
-
-    @property
-    def entropy(self) -> float | None:
-        """The mean over all tokens at offsets 0 to 50."""
-        return ratio(sum(self.entropy_sums), sum(self.num_tokens))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Everything that is counted, of one step or of several."""
 
     num_rollouts: int = 0
-    turns: dict[Position, int] = field(default_factory=dict)
-    parts: dict[tuple[Position, Part], Tally] = field(default_factory=dict)
-    offsets: dict[Position, Offsets] = field(default_factory=dict)
-    words: dict[Position, Counter[str]] = field(default_factory=dict)
-    forking: dict[str, Tally] = field(default_factory=dict)  # by text
+    turns: Counter[Position] = field(default_factory=Counter)
+    words: Counter[tuple[Position, str]] = field(default_factory=Counter)
+    tokens: dict[Kind, tuple[int, float]] = field(default_factory=dict)  # how many, and the sum of their entropies
 
     def __add__(self, other: Self) -> Figures:
-        sums = {name: _added(getattr(self, name), getattr(other, name)) for name in _SUMS}
-        return Figures(num_rollouts=self.num_rollouts + other.num_rollouts, **sums)
+        both = Figures(self.num_rollouts + other.num_rollouts, self.turns + other.turns, self.words + other.words)
+        for kind, (num, entropy) in [*self.tokens.items(), *other.tokens.items()]:
+            both.add(kind, num, entropy)
+        return both
+
+    def add(self, kind: Kind, num: int, entropy: float) -> None:
+        """Count `num` tokens more, with this sum of entropies."""
+        num_before, entropy_before = self.tokens.get(kind, (0, 0.0))
+        self.tokens[kind] = num_before + num, entropy_before + entropy
 
     def part(self, part: Part) -> Tally:
-        """Of one part, wherever it stands."""
-        return sum((tally for (_, each), tally in self.parts.items() if each is part), Tally())
+        """Of one part, at any position."""
+        return self._tally(kind for kind in self.tokens if kind.part is part)
 
     def reasoning(self, position: Position) -> Tally:
         """Of the reasoning of completions at one position: its `num_high` are the forking tokens there."""
-        return self.parts.get((position, Part.REASONING), Tally())
+        return self._tally(kind for kind in self.tokens if kind.part is Part.REASONING and kind.position is position)
 
-    def window(self, *positions: Position) -> Offsets:
-        """Of completions at any of `positions`, by offset."""
-        return sum((self.offsets.get(position, Offsets()) for position in positions), Offsets())
+    def window(self, *positions: Position) -> list[Tally]:
+        """Of completions at any of `positions`, by offset: of those that are long enough."""
+        return [
+            self._tally(kind for kind in self.tokens if kind.offset == offset and kind.position in positions)
+            for offset in range(LAST_OFFSET + 1)
+        ]
+
+    def first(self, *positions: Position) -> Tally:
+        """Of the tokens at offsets 0 to 50 of completions at any of `positions`."""
+        return self._tally(kind for kind in self.tokens if kind.offset is not None and kind.position in positions)
 
     @property
     def all_tokens(self) -> Tally:
-        return sum(self.parts.values(), Tally())
+        return self._tally(self.tokens)
+
+    def forking(self, limit: int) -> list[tuple[str, Tally]]:
+        """The texts that are forking tokens most often; of equal ones in alphabetical order."""
+        kinds: dict[str, list[Kind]] = {}
+        for kind in self.tokens:
+            if kind.is_forking:
+                kinds.setdefault(kind.text, []).append(kind)
+        tallies = [(text, self._tally(of_text)) for text, of_text in kinds.items()]
+        return sorted(tallies, key=lambda each: (-each[1].num_tokens, each[0]))[:limit]
+
+    def _tally(self, kinds: Iterable[Kind]) -> Tally:
+        found = list(kinds)
+        num_tokens, entropy = self._sums(found)
+        num_high, high_entropy = self._sums(kind for kind in found if kind.is_high)
+        num_reflection, reflection_entropy = self._sums(kind for kind in found if kind.is_reflection)
+        return Tally(
+            num_tokens=num_tokens,
+            entropy_nats=_ratio(entropy, num_tokens),
+            num_high=num_high,
+            high_share=_ratio(num_high, num_tokens),
+            high_entropy_nats=_ratio(high_entropy, num_high),
+            num_reflection=num_reflection,
+            reflection_share=_ratio(num_reflection, num_tokens),
+            reflection_entropy_nats=_ratio(reflection_entropy, num_reflection),
+            num_high_reflection=self._sums(kind for kind in found if kind.is_high and kind.is_reflection)[0],
+        )
+
+    def _sums(self, kinds: Iterable[Kind]) -> tuple[int, float]:
+        found = list(kinds)
+        return sum(self.tokens[kind][0] for kind in found), sum(self.tokens[kind][1] for kind in found)
 
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value", int, Tally, Offsets, Counter[str])
-
-
-def _added(ours: Mapping[_Key, _Value], theirs: Mapping[_Key, _Value]) -> dict[_Key, _Value]:
-    both = dict(ours)
-    _add_to(both, theirs)
-    return both
-
-
-def _add_to(sums: dict[_Key, _Value], more: Mapping[_Key, _Value]) -> None:
-    for key, value in more.items():
-        sums[key] = sums[key] + value if key in sums else value
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
 
 
 def count(rollouts: Iterable[Sequence[MarkedTurn]]) -> Figures:
     """The figures of some rollouts."""
-    total = Figures(turns={}, parts={}, offsets={}, words={}, forking={})
-    num_rollouts = 0
-    for rollout in rollouts:
-        num_rollouts += 1
-        for turn in rollout:
-            if turn.is_own:
-                _add_to(total.turns, {turn.position: 1})
-                _add_to(total.parts, tally_turn(turn))
-                _add_to(total.offsets, {turn.position: offsets_of(turn)})
-                _add_to(total.words, {turn.position: Counter(turn.words)})
-                _add_to(total.forking, _forking(turn))
-    return replace(total, num_rollouts=num_rollouts)
-
-
-def tally_turn(turn: MarkedTurn) -> dict[tuple[Position, Part], Tally]:
-    """The sampled tokens of one completion, by the parts that it has."""
-    found: dict[tuple[Position, Part], Tally] = {}
-    for part in Part:
-        tokens = [token for token in turn.sampled if token.part is part]
-        if tokens:
-            high = [token.entropy for token in tokens if token.is_high]
-            found[turn.position, part] = Tally(
-                num_tokens=len(tokens),
-                entropy_sum=sum(token.entropy for token in tokens),
-                num_high=len(high),
-                high_entropy_sum=sum(high),
-                num_reflection=sum(token.is_reflection for token in tokens),
-                num_high_reflection=sum(token.is_high and token.is_reflection for token in tokens),
-                reflection_entropy_sum=sum(token.entropy for token in tokens if token.is_reflection),
-            )
-    return found
-
-
-def offsets_of(turn: MarkedTurn) -> Offsets:
-    """The first sampled tokens of one completion."""
-    first = [token.entropy for token in turn.sampled[: LAST_OFFSET + 1]]
-    spare = LAST_OFFSET + 1 - len(first)
-    return Offsets(entropy_sums=(*first, *[0.0] * spare), num_tokens=(*[1] * len(first), *[0] * spare))
-
-
-def most_frequent(forking: Mapping[str, Tally], limit: int) -> Sequence[tuple[str, Tally]]:
-    """The texts that are forking tokens most often; of equal ones in alphabetical order."""
-    return sorted(forking.items(), key=lambda item: (-item[1].num_tokens, item[0]))[:limit]
-
-
-def _forking(turn: MarkedTurn) -> dict[str, Tally]:
-    found: dict[str, Tally] = {}
-    for token in turn.sampled:
-        if token.is_forking:
-            one = Tally(num_tokens=1, entropy_sum=token.entropy, num_high=1, high_entropy_sum=token.entropy)
-            found[token.text] = found.get(token.text, Tally()) + one
-    return found
+    found = list(rollouts)
+    figures = Figures(len(found))
+    for turn in (turn for rollout in found for turn in rollout if turn.is_own):
+        figures.turns[turn.position] += 1
+        figures.words.update((turn.position, word) for word in turn.words)
+        for place, token in enumerate(turn.sampled):
+            offset = place if place <= LAST_OFFSET else None
+            text = token.text if token.is_forking else ""
+            kind = Kind(turn.position, token.part, token.is_high, token.is_reflection, offset, text)
+            figures.add(kind, 1, token.entropy)
+    return figures
 
 
 _NUM_MARKED = 64  # rollouts of a step that the curves are computed from: of 8192 tokens each, they take 4 s
@@ -233,9 +188,9 @@ def entropy_curves(selections: Sequence[Selection], entropies: Entropies, chat: 
     )
     reasoning = figures.part(Part.REASONING)
     curves = {
-        "tokens/forking_entropy_nats": reasoning.high_entropy,
+        "tokens/forking_entropy_nats": reasoning.high_entropy_nats,
         "tokens/forking_fraction": reasoning.high_share,
         "tokens/reflection_fraction": reasoning.reflection_share,
-        "tokens/reflection_entropy_nats": reasoning.reflection_entropy,
+        "tokens/reflection_entropy_nats": reasoning.reflection_entropy_nats,
     }
     return {name: value for name, value in curves.items() if value is not None}
