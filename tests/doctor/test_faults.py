@@ -138,7 +138,7 @@ def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with
 
 def test_reversed_grader_arguments_are_found(examine_with, load):
     def reverse(parts):
-        verifier = parts.reward._accuracy._verifier
+        verifier = parts.reward.answer._verifier
         verify = verifier.verify  # of the healthy part, which is closed with the others
         verifier.verify = lambda gold, prediction, **keys: verify(prediction, gold, **keys)
         return parts

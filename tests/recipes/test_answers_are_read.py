@@ -6,7 +6,7 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.recipe.load import load_recipe
-from strop.rewards import SETTINGS, Reward, make_reward, readers_of
+from strop.rewards import SETTINGS, Reward, make_reward
 from strop.rollout.prompt import AnswerForm, load_prompt
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
@@ -85,7 +85,7 @@ def test_the_graders_of_a_prompt_are_those_that_find_a_right_answer_in_its_form(
 @pytest.mark.parametrize("form", list(READS))
 def test_a_reward_reads_the_form_that_its_settings_say(form):
     config = Reward.of({"kind": "sum", "parts": {"accuracy": READS[form]}})
-    assert [reader.form for reader in readers_of(config)] == [form]
+    assert [part.answer_form for part in config.readers().values()] == [form]
     assert set(SETTINGS) == set(AnswerForm)
 
 

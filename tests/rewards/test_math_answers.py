@@ -6,8 +6,9 @@ import time
 import pytest
 
 from strop.rewards import MathReward, make_reward
-from strop.rewards.math import MathVerifier, Verdict
+from strop.rewards.math import MathVerifier
 from strop.rewards.math_answers import canonical, pairs_to_compare
+from strop.sandbox.protocol import PairVerdict
 
 EQUAL = [
     (r"\$32,\!348", r"f(2) = \$32,\!348"),
@@ -195,12 +196,12 @@ def verdict_of():
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL)
 def test_answers_of_equal_meaning_are_right(verdict_of, gold, answer):
-    assert verdict_of(gold, answer).is_correct
+    assert verdict_of(gold, answer) is PairVerdict.EQUAL
 
 
 @pytest.mark.parametrize(("gold", "answer"), UNEQUAL)
 def test_answers_that_say_something_else_are_wrong(verdict_of, gold, answer):
-    assert not verdict_of(gold, answer).is_correct
+    assert verdict_of(gold, answer) is not PairVerdict.EQUAL
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_a_hostile_answer_takes_little_time(unit):
 
 
 def test_a_text_that_is_too_long_is_wrong(verdict_of):
-    assert verdict_of("5", "5" * 5_000) is Verdict.WRONG
+    assert verdict_of("5", "5" * 5_000) is PairVerdict.UNEQUAL
 
 
 @pytest.mark.parametrize(("judge", "is_right"), [("form", 0.0), ("math_verify", 1.0)])

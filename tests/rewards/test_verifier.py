@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import MachineError
-from strop.rewards.math import MathVerifier, Verdict
+from strop.rewards.math import MathVerifier
 from strop.rewards.r1_zero import question_only_reward_fn
 from strop.sandbox.protocol import PairVerdict
 from strop.sandbox.verify_process import ProcessVerifier
@@ -51,13 +51,13 @@ def test_algebra_is_judged_by_meaning(ask):
     ]
     spelled = [(r"\frac{1}{2}", "0.5"), ("72", r"72\text{ dollars}"), ("72", "x = 72")]
     wrong = [(r"\frac{1}{2}", "0.51"), ("p - q", "q - p"), ("72", r"x = 73"), ("72", "72 or 73"), ("72", r"\text{seventy}")]
-    assert ask(*right) == [Verdict.CORRECT] * len(right)
-    assert ask(*spelled) == [Verdict.EXACT] * len(spelled)
-    assert not any(verdict.is_correct for verdict in ask(*wrong))
+    assert ask(*right) == [PairVerdict.EQUAL] * len(right)
+    assert ask(*spelled) == [PairVerdict.EQUAL] * len(spelled)
+    assert not any(verdict is PairVerdict.EQUAL for verdict in ask(*wrong))
 
 
 def test_gold_comes_first_for_the_judge_is_not_symmetric(ask):
-    assert [verdict.is_correct for verdict in ask(("1 < x < 2", "(1, 2)"), ("(1, 2)", "1 < x < 2"))] == [True, False]
+    assert [verdict is PairVerdict.EQUAL for verdict in ask(("1 < x < 2", "(1, 2)"), ("(1, 2)", "1 < x < 2"))] == [True, False]
 
 
 class Broken:
@@ -77,7 +77,7 @@ class Broken:
 
 def test_plain_numbers_are_never_asked_of_the_service():
     service = Broken()
-    assert verify(("1,072", "1072.0"), ("1072", "1073"), service=service) == [Verdict.EXACT, Verdict.WRONG]
+    assert verify(("1,072", "1072.0"), ("1072", "1073"), service=service) == [PairVerdict.EQUAL, PairVerdict.UNEQUAL]
     assert service.requests == []
 
 
@@ -88,12 +88,11 @@ def test_the_trainers_process_never_imports_the_judge():
 
 def test_a_pair_that_hangs_the_judge_is_a_timeout_and_the_others_are_judged():
     verdicts = verify(("p - q", "-q + p"), ("3", "10^{10^{10^{10}}}"), ("a + b", "b + a"), deadline_s=1.5)
-    assert verdicts == [Verdict.CORRECT, Verdict.TIMEOUT, Verdict.CORRECT]
-    assert not Verdict.TIMEOUT.is_correct
+    assert verdicts == [PairVerdict.EQUAL, PairVerdict.TIMEOUT, PairVerdict.EQUAL]
 
 
 def test_a_prediction_of_ten_thousand_characters_is_not_read():
-    assert verify(("3", "x" * 10_001)) == [Verdict.UNREADABLE]
+    assert verify(("3", "x" * 10_001)) == [PairVerdict.UNREADABLE]
 
 
 BY_TEXT_AND_SYMPY = [(r"\text{North-East}", "north-east"), (r"2x+1\%", "1+2x")]  # text; sympy
@@ -105,16 +104,16 @@ BY_NEITHER = [("p - q", "q - p"), (r"\frac{1}{2}", "0.51"), ("52_8", "52_9"), ("
 def test_fused_either_of_two_graders_will_do(ask):
     pairs = [*BY_TEXT_AND_SYMPY, *BY_MATH_VERIFY, *BY_BOTH, *BY_NEITHER]
     first = [question_only_reward_fn(rf"\boxed{{{answer}}}", gold)["reward"] == 1 for gold, answer in pairs]
-    second = [verdict.is_correct for verdict in ask(*pairs)]
+    second = [verdict is PairVerdict.EQUAL for verdict in ask(*pairs)]
     assert first == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 5
     assert second == [False] * 2 + [True] * 2 + [True] * 3 + [False] * 5
-    either = [verdict.is_correct for verdict in ask(*pairs, is_fused=True)]
+    either = [verdict is PairVerdict.EQUAL for verdict in ask(*pairs, is_fused=True)]
     assert either == [True] * 7 + [False] * 5
 
 
 def test_fused_a_pair_is_asked_of_sympy_in_its_normal_form_and_of_math_verify_as_it_is():
     service = Broken(PairVerdict.EQUAL)
-    assert verify((r"( 2x, \dfrac{1}{3} )", r"(x + x, 0.3)"), service=service, is_fused=True) == [Verdict.CORRECT]
+    assert verify((r"( 2x, \dfrac{1}{3} )", r"(x + x, 0.3)"), service=service, is_fused=True) == [PairVerdict.EQUAL]
     [[pair]] = [request.pairs for request in service.requests]
     assert (pair.gold, pair.answer) == (r"( 2x, \dfrac{1}{3} )", r"(x + x, 0.3)")
     assert pair.differences == (("2x", "x+x"), (r"\frac{1}{3}", "0.3"))
@@ -131,12 +130,12 @@ def test_fused_a_pair_is_asked_of_sympy_in_its_normal_form_and_of_math_verify_as
 )
 def test_fused_what_the_rules_of_the_first_grader_refuse_is_asked_of_math_verify_alone(answer):
     service = Broken(PairVerdict.UNEQUAL)
-    assert verify(("2", answer), service=service, is_fused=True) == [Verdict.WRONG]
+    assert verify(("2", answer), service=service, is_fused=True) == [PairVerdict.UNEQUAL]
     assert [(pair.gold, pair.answer) for request in service.requests for pair in request.pairs] == [("2", answer)]
 
 
 def test_fused_a_pair_that_hangs_either_grader_is_a_timeout_within_one_limit():
-    assert verify(("3", "9^{9^{9^9}}"), ("2x", "x + 9^{9^{9^9}}"), is_fused=True, deadline_s=1.0) == [Verdict.TIMEOUT] * 2
+    assert verify(("3", "9^{9^{9^9}}"), ("2x", "x + 9^{9^{9^9}}"), is_fused=True, deadline_s=1.0) == [PairVerdict.TIMEOUT] * 2
 
 
 def test_questions_asked_together_are_one_request():
@@ -152,7 +151,7 @@ def test_questions_asked_together_are_one_request():
         return verdicts, service.num_pairs
 
     verdicts, num_pairs = asyncio.run(judge())
-    assert verdicts == [Verdict.CORRECT, Verdict.WRONG] * 20
+    assert verdicts == [PairVerdict.EQUAL, PairVerdict.UNEQUAL] * 20
     assert num_pairs == [40]
 
 
@@ -186,7 +185,7 @@ def test_verdicts_that_came_before_a_service_was_lost_stand():
         return await asyncio.gather(verifier.verify("a", "b"), verifier.verify("c", "d"), return_exceptions=True)
 
     first, second = asyncio.run(judge())
-    assert first is Verdict.CORRECT
+    assert first is PairVerdict.EQUAL
     assert isinstance(second, MachineError)
 
 
@@ -209,7 +208,7 @@ def test_a_question_given_up_does_not_answer_the_next_one():
         finally:
             await verifier.close()
 
-    assert asyncio.run(judge()) is Verdict.WRONG
+    assert asyncio.run(judge()) is PairVerdict.UNEQUAL
 
 
 def test_closing_ends_the_questions_that_wait_and_the_processes_that_compute():

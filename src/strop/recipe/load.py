@@ -12,7 +12,8 @@ from strop.errors import ConfigError, did_you_mean
 from strop.recipe.recipe import Recipe, resolve, written_at
 from strop.recipe.stage import PlayedKeys
 from strop.registry import look_next_to
-from strop.rewards import SETTINGS, Reader, SumReward, readers_of
+from strop.rewards import SETTINGS, SumReward
+from strop.rewards.base import Part
 from strop.rollout.prompt import Prompt, load_prompt, prompt_names
 from strop.run_directory import RunDirectory, names_damage, read_json
 
@@ -78,23 +79,26 @@ def check_answers(recipe: Recipe, *, place: str) -> None:
             prompt = load_prompt(config.prompt)
         except ConfigError as error:
             raise ConfigError(f"{place}: stages.{name}.prompt: {error}") from error
-        for reader in readers_of(config.reward):
-            if prompt.graders and reader.form not in prompt.graders and _counts(config, reader):
-                raise ConfigError(f"{place}: stages.{name}: {_problem(config.prompt, prompt, reader)}")
+        for key, part in config.reward.readers().items():
+            if prompt.graders and part.answer_form not in prompt.graders and _counts(config, key):
+                raise ConfigError(f"{place}: stages.{name}: {_problem(config.prompt, prompt, key, part)}")
 
 
-def _counts(stage: PlayedKeys, reader: Reader) -> bool:
+def _counts(stage: PlayedKeys, part: str) -> bool:
     if not isinstance(stage.reward, SumReward):
         return True
-    return any(weights.get(reader.part, 0.0) for weights in stage.weights_of_parts)
+    return any(weights.get(part, 0.0) for weights in stage.weights_of_parts)
 
 
-def _problem(name: str, prompt: Prompt, reader: Reader) -> str:
-    fitting = [each for each in prompt_names() if reader.form in (graders := load_prompt(each).graders) or not graders]
-    settings = "; or ".join(SETTINGS[form] for form in prompt.graders)
-    asked = ", or in ".join(form.words for form in prompt.graders)
+def _problem(name: str, prompt: Prompt, key: str, part: Part) -> str:
+    form = part.answer_form
+    assert form is not None
+    fitting = [each for each in prompt_names() if form in (graders := load_prompt(each).graders) or not graders]
+    settings = "; or ".join(SETTINGS[each] for each in prompt.graders)
+    asked = ", or in ".join(each.words for each in prompt.graders)
+    place = f"reward.parts.{key}" if key else "reward"
     return (
-        f"prompt {name!r} and {reader.key} ({reader.settings}) do not fit: the reward reads {reader.form.words}, but the"
+        f"prompt {name!r} and {place} ({part.settings}) do not fit: the reward reads {form.words}, but the"
         f" answers that this prompt asks for are found in {asked}. Every rollout would be judged wrong. Change the reward to"
         f" {settings}; or set prompt to one that it reads ({', '.join(fitting)}), or to a file of your own with other"
         " `graders`."

@@ -133,13 +133,8 @@ class RolloutPart(Part):
 class AnswerPart(RolloutPart):
     """A part that reads an answer and compares it with the task's."""
 
-    @property
-    def is_verifier(self) -> bool:
-        return True
-
-    @property
-    def compares_answers(self) -> bool:
-        return True
+    is_verifier = True
+    compares_answers = True
 
     @property
     def equality(self) -> Literal["text", "mathematics", "intervals"]:
@@ -252,7 +247,7 @@ class Reward(Component):
 
 
 class AnswerReward(Reward):
-    """Base of the rewards of one answer, whose parts are fixed."""
+    """Base of the rewards of one answer, whose parts are fixed. A subclass gives `part`, which reads it, and `judge`."""
 
     class Config(Reward.Config):
         """Its parts; one without a weight is reported and does not count."""
@@ -267,6 +262,38 @@ class AnswerReward(Reward):
         def _check(self) -> Self:
             check_weights(self.weights, self.parts)
             return self
+
+    part: ClassVar[type[Part]]
+    verifying_parts = (ACCURACY,)
+
+    def __init__(self, config: Any = None, /, **keys: Any) -> None:
+        super().__init__(config, **keys)
+        shared = self.Config.model_fields.keys() & self.part.Config.model_fields.keys()
+        self.answer: Any = self.part(**self.config.model_dump(include=set(shared)))
+
+    def open(self, service: RunService | None) -> None:
+        self.answer.open(service)
+
+    async def close(self) -> None:
+        await self.answer.close()
+
+    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        judged = await self.judge(task, trajectory)
+        return {**judged, "format": float(self.has_format(trajectory)), CALLED: float(has_called(trajectory))}
+
+    async def judge(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        """The parts that depend on the answer."""
+        raise NotImplementedError
+
+    def has_format(self, trajectory: Trajectory) -> bool:
+        """The part `format`."""
+        return has_answer_format(trajectory)
+
+    def readers(self) -> Mapping[str, Part]:
+        return {"": self.answer}
+
+    def answer_part(self, name: str) -> AnswerPart | None:
+        return self.answer if isinstance(self.answer, AnswerPart) else None
 
 
 def make_reward(reward: Reward, service: RunService | None = None) -> Reward:

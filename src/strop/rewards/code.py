@@ -14,12 +14,10 @@ from strop.config import Config
 from strop.errors import ConfigError, TaskError
 from strop.rewards.base import (
     AnswerReward,
-    Part,
     PositiveWeight,
     RolloutPart,
     RunService,
     final_text,
-    has_called,
 )
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.code_tests import CaseOutcome, CodeTest, CodeTestReport, run_tests
@@ -76,26 +74,6 @@ class _Limits(Config):
     wall_s: float = Field(default=4.0, gt=0, le=600, description="Time limit of one test.")
     memory_mib: int = Field(default=512, ge=32, le=2**20, description="Memory limit of one test.")
 
-    async def report(
-        self,
-        runner: RunService,
-        code: str,
-        tests: ProgramTests,
-        *,
-        stops: bool,
-        subtasks: Sequence[frozenset[str]] | None = None,
-    ) -> CodeTestReport:
-        return await run_tests(
-            runner,
-            code,
-            [CodeTest(stdin=test.input, expected=test.output) for test in tests.tests],
-            wall_s=self.wall_s,
-            memory_mib=self.memory_mib,
-            stop_at_first_failure=stops,
-            subtasks=subtasks,
-            function=tests.fn_name,
-        )
-
 
 class CodePart(RolloutPart):
     """Tests of the program in the last fenced block of Python of the last turn.
@@ -121,16 +99,28 @@ class CodePart(RolloutPart):
     config: Config
     _runner: RunService
 
-    @property
-    def is_verifier(self) -> bool:
-        return True
-
-    @property
-    def answer_form(self) -> AnswerForm:
-        return AnswerForm.CODE
+    is_verifier = True
+    answer_form = AnswerForm.CODE
 
     def open(self, service: RunService | None) -> None:
-        self._runner = _needed(service)
+        if service is None:
+            raise ConfigError("reward.kind = 'code' runs programs, but there is no sandbox to run them in.")
+        self._runner = service
+
+    async def report(
+        self, code: str, tests: ProgramTests, *, stops: bool, subtasks: Sequence[frozenset[str]] | None = None
+    ) -> CodeTestReport:
+        """Run `code` on `tests`; if it `stops`, the first failure ends them, or those of its subtasks."""
+        return await run_tests(
+            self._runner,
+            code,
+            [CodeTest(stdin=test.input, expected=test.output) for test in tests.tests],
+            wall_s=self.config.wall_s,
+            memory_mib=self.config.memory_mib,
+            stop_at_first_failure=stops,
+            subtasks=subtasks,
+            function=tests.fn_name,
+        )
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         mode = self.config.score
@@ -145,7 +135,7 @@ class CodePart(RolloutPart):
         if code is None:
             return 0.0
         stops = mode in ("all", "subtasks")
-        report = await self.config.report(self._runner, code, tests, stops=stops, subtasks=subtasks)
+        report = await self.report(code, tests, stops=stops, subtasks=subtasks)
         if mode == "subtasks":
             return tests.score([case.outcome is CaseOutcome.PASSED for case in report.cases])
         if mode == "share":
@@ -165,27 +155,17 @@ class CodeReward(AnswerReward):
         parts = ("accuracy", "passed", "format", "called")  # passed is a share, the others are 0 or 1
 
     config: Config
+    part = CodePart
 
-    def open(self, service: RunService | None) -> None:
-        self._runner = _needed(service)
+    async def judge(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        tests, code = read_tests(task), extract_code(trajectory)
+        if code is None:
+            return {"accuracy": 0.0, "passed": 0.0}
+        report = await self.answer.report(code, tests, stops=not self.config.weights.get("passed"))
+        return {"accuracy": float(report.is_passed), "passed": report.passed_share}
 
-    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
-        tests = read_tests(task)
-        code = extract_code(trajectory)
-        parts = {"accuracy": 0.0, "passed": 0.0, "format": float(code is not None), "called": float(has_called(trajectory))}
-        if code is not None:
-            report = await self.config.report(self._runner, code, tests, stops=not self.config.weights.get("passed"))
-            parts |= {"accuracy": float(report.is_passed), "passed": report.passed_share}
-        return parts
-
-    def readers(self) -> Mapping[str, Part]:
-        return {"": CodePart()}
-
-
-def _needed(service: RunService | None) -> RunService:
-    if service is None:
-        raise ConfigError("reward.kind = 'code' runs programs, but there is no sandbox to run them in.")
-    return service
+    def has_format(self, trajectory: Trajectory) -> bool:
+        return extract_code(trajectory) is not None
 
 
 def extract_code(trajectory: Trajectory) -> str | None:

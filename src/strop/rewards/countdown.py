@@ -10,15 +10,9 @@ from fractions import Fraction
 
 from pydantic import Field
 
+from strop.config import Config
 from strop.errors import TaskError
-from strop.rewards.base import (
-    AnswerPart,
-    AnswerReward,
-    Part,
-    extract_answer,
-    has_answer_format,
-    has_called,
-)
+from strop.rewards.base import AnswerPart, AnswerReward, extract_answer
 from strop.rollout.prompt import AnswerForm
 from strop.types import Task, Trajectory
 
@@ -38,51 +32,17 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 }
 
 
-class CountdownReward(AnswerReward):
-    """Parts, each 0 or 1: `accuracy` (an expression of exactly the task's numbers that equals its target), `valid` (one of
-    exactly these numbers, whatever its value), `format` (one answer tag, one box), `called` (a tool ran).
-
-    A truncated trajectory has no answer.
-    """
-
-    class Config(AnswerReward.Config):
-        """The answer is an expression of the task's numbers, judged by its value."""
-
-        parts = ("accuracy", "valid", "format", "called")
-        needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")
-
-    config: Config
-
-    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
-        numbers, target = _problem(task)
-        answer = extract_answer(trajectory, needs_box=self.config.needs_box)
-        value = None if answer is None else value_of(answer, numbers)
-        return {
-            "accuracy": float(value is not None and value == target),
-            "valid": float(value is not None),
-            "format": float(has_answer_format(trajectory)),
-            "called": float(has_called(trajectory)),
-        }
-
-    def readers(self) -> Mapping[str, Part]:
-        return {"": _Expression(self.config)}
-
-    def answer_part(self, name: str) -> AnswerPart:
-        return _Expression(self.config)
+class _Keys(Config):
+    needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")
 
 
-class _Expression(AnswerPart):
+class Expression(AnswerPart):
     """Reads the expression; two are the same only if their texts are."""
 
-    config: CountdownReward.Config
+    class Config(AnswerPart.Config, _Keys):
+        """Where the expression is."""
 
-    def applies_to(self, task: Task) -> bool:
-        return True
-
-    async def score(self, task: Task, trajectory: Trajectory) -> float:
-        numbers, target = _problem(task)
-        answer = self.read_answer(trajectory)
-        return float(answer is not None and value_of(answer, numbers) == target)
+    config: Config
 
     @property
     def answer_form(self) -> AnswerForm:
@@ -97,6 +57,32 @@ class _Expression(AnswerPart):
 
     async def is_same(self, gold: str, answer: str) -> bool:
         return gold == answer
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        numbers, target = _problem(task)
+        answer = self.read_answer(trajectory)
+        return float(answer is not None and value_of(answer, numbers) == target)
+
+
+class CountdownReward(AnswerReward):
+    """Parts, each 0 or 1: `accuracy` (an expression of exactly the task's numbers that equals its target), `valid` (one of
+    exactly these numbers, whatever its value), `format` (one answer tag, one box), `called` (a tool ran).
+
+    A truncated trajectory has no answer.
+    """
+
+    class Config(AnswerReward.Config, _Keys):
+        """The answer is an expression of the task's numbers, judged by its value."""
+
+        parts = ("accuracy", "valid", "format", "called")
+
+    config: Config
+    part = Expression
+
+    async def judge(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        answer = self.answer.read_answer(trajectory)
+        is_valid = answer is not None and value_of(answer, _problem(task)[0]) is not None
+        return {"accuracy": await self.answer.score(task, trajectory), "valid": float(is_valid)}
 
 
 def value_of(text: str, numbers: Sequence[int]) -> Fraction | None:

@@ -343,17 +343,9 @@ class F1Part(RolloutPart):
 
     config: Config
 
-    @property
-    def compares_answers(self) -> bool:
-        return True
-
-    @property
-    def is_verifier(self) -> bool:
-        return True
-
-    @property
-    def answer_form(self) -> AnswerForm:
-        return AnswerForm.ARPO
+    is_verifier = True
+    compares_answers = True
+    answer_form = AnswerForm.ARPO
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         return arpo_reward(trajectory, [task.answer], multi_tool=self.config.multi_tool, bonus=self.config.bonus)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from enum import StrEnum
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
@@ -19,18 +18,14 @@ from strop.config import Config
 from strop.errors import MachineError
 from strop.http import Gatherer
 from strop.rewards.base import (
-    ACCURACY,
     AnswerPart,
     AnswerReward,
     AnswerService,
     NotJudged,
-    Part,
     PositiveWeight,
     RunService,
     extract_answer,
     final_text,
-    has_answer_format,
-    has_called,
 )
 from strop.rewards.math_answers import pairs_to_compare
 from strop.rewards.math_text import (
@@ -106,28 +101,6 @@ _GATHER_S = 0.003  # rollouts that end together are judged in one request
 _MAX_PAIRS = 256  # in one request
 
 
-class Verdict(StrEnum):
-    """The outcome of one comparison."""
-
-    EXACT = "exact"  # plain numbers or equal texts, compared without a service
-    CORRECT = "correct"
-    WRONG = "wrong"
-    UNREADABLE = "unreadable"  # one of the two cannot be read
-    TIMEOUT = "timeout"
-
-    @property
-    def is_correct(self) -> bool:
-        return self in (Verdict.EXACT, Verdict.CORRECT)
-
-
-_VERDICTS = {
-    PairVerdict.EQUAL: Verdict.CORRECT,
-    PairVerdict.UNEQUAL: Verdict.WRONG,
-    PairVerdict.UNREADABLE: Verdict.UNREADABLE,
-    PairVerdict.TIMEOUT: Verdict.TIMEOUT,
-}
-
-
 class MathVerifier:
     """Gathers the questions of a few milliseconds into one request. Belongs to the event loop in which it was first used.
 
@@ -145,7 +118,7 @@ class MathVerifier:
         self._gatherer = Gatherer(self._verdicts, wait_s=_GATHER_S, most=_MAX_PAIRS)
         self._readable: dict[str, bool] = {}
 
-    async def verify(self, gold: str, prediction: str, *, is_fused: bool = False) -> Verdict:
+    async def verify(self, gold: str, prediction: str, *, is_fused: bool = False) -> PairVerdict:
         """Whether `prediction` equals `gold`. The order matters: math_verify is not symmetric.
 
         Fused, either of two graders may accept, in the order of rStar2-Agent's released code (`compute_score.py`): a
@@ -158,24 +131,24 @@ class MathVerifier:
         gold, prediction = cleaned(gold), cleaned(prediction)
         is_equal = equal_by_spelling(gold, prediction)
         if is_equal is not None:
-            return Verdict.EXACT if is_equal else Verdict.WRONG
+            return PairVerdict.EQUAL if is_equal else PairVerdict.UNEQUAL
         left = left_by_text(gold, prediction) if is_fused else None
         if left == []:
-            return Verdict.EXACT
-        return _VERDICTS[await self._compare(gold, prediction, left or ())]
+            return PairVerdict.EQUAL
+        return await self._compare(gold, prediction, left or ())
 
-    async def verify_form(self, gold: str, prediction: str) -> Verdict:
+    async def verify_form(self, gold: str, prediction: str) -> PairVerdict:
         """As `verify`, of the values that are left when the form of both is read; see `pairs_to_compare`."""
         if (is_same := exact_match(gold, prediction)) is not None:  # most answers are plain numbers
-            return Verdict.EXACT if is_same else Verdict.WRONG
+            return PairVerdict.EQUAL if is_same else PairVerdict.UNEQUAL
         is_short = len(gold) <= MAX_CHARS and len(prediction) <= MAX_CHARS
         pairs = pairs_to_compare(gold, prediction) if is_short else None
         if pairs is None:
-            return Verdict.WRONG
-        verdict = Verdict.EXACT
+            return PairVerdict.UNEQUAL
+        verdict = PairVerdict.EQUAL
         for pair in pairs:  # one after the other: the first that is wrong decides
             verdict = await self.verify(*pair)
-            if not verdict.is_correct:
+            if verdict is not PairVerdict.EQUAL:
                 break
         return verdict
 
@@ -286,8 +259,8 @@ class MathPart(AnswerPart):
         if judge == "dr_grpo":
             return await asyncio.to_thread(is_equal_to_dr_grpo, gold, answer, is_fast=True)
         if judge == "form":
-            return (await self._verifier.verify_form(gold, answer)).is_correct
-        return (await self._verifier.verify(gold, answer, is_fused=judge == "fused")).is_correct
+            return await self._verifier.verify_form(gold, answer) is PairVerdict.EQUAL
+        return await self._verifier.verify(gold, answer, is_fused=judge == "fused") is PairVerdict.EQUAL
 
 
 class MathReward(AnswerReward):
@@ -302,34 +275,8 @@ class MathReward(AnswerReward):
         parts = ("accuracy", "format", "called")
 
     config: Config
+    part = MathPart
+    compares_answers = True
 
-    def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
-        super().__init__(config, **keys)
-        self._accuracy = MathPart(**self.config.model_dump(include={*_Keys.model_fields}))
-
-    def open(self, service: RunService | None) -> None:
-        self._accuracy.open(service)
-
-    async def close(self) -> None:
-        await self._accuracy.close()
-
-    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
-        return {
-            "accuracy": float(await self._accuracy.is_correct(task, trajectory)),
-            "format": float(has_answer_format(trajectory)),
-            "called": float(has_called(trajectory)),
-        }
-
-    @property
-    def verifying_parts(self) -> tuple[str, ...]:
-        return (ACCURACY,)
-
-    @property
-    def compares_answers(self) -> bool:
-        return True
-
-    def readers(self) -> Mapping[str, Part]:
-        return {"": self._accuracy}
-
-    def answer_part(self, name: str) -> AnswerPart:
-        return self._accuracy
+    async def judge(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        return {"accuracy": float(await self.answer.is_correct(task, trajectory))}

@@ -62,10 +62,7 @@ class FunctionReward(Reward):
             return {SINGLE: 1.0}
 
     config: Config
-
-    @property
-    def verifying_parts(self) -> tuple[str, ...]:
-        return (SINGLE,)
+    verifying_parts = (SINGLE,)
 
     def open(self, service: RunService | None) -> None:
         self._function = self.config.imported("reward")

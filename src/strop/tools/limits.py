@@ -133,19 +133,8 @@ class NoisyTool(WrappedTool):
         return replace(result, text=re.sub(r"\d", lambda _: str(draw.randint(0, 9)), result.text))
 
 
-class AbsentTool(Tool):
+class AbsentTool(WrappedTool):
     """Answers every call with the error that no tool is available."""
-
-    def __init__(self, tool: Tool) -> None:
-        self._spec, self._max_calls = tool.spec, tool.max_calls
-
-    @property
-    def max_calls(self) -> int | None:
-        return self._max_calls
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         return ToolResult(outcome=ToolOutcome.ERROR, text="Error: no tool is available.", duration_s=0.0)

@@ -29,15 +29,7 @@ _RETRIES = 2  # of failures of the sandbox, never of a program
 SIGNATURE: Mapping[str, Any] = json.loads(files("strop.tools").joinpath("python_signature.json").read_text(encoding="utf-8"))
 """Description and parameters of the tool in rStar2-Agent's prompt (Figure 3)."""
 TOOL_NAME = "execute_python_code_with_standard_io"
-_OUTCOMES = {
-    RunOutcome.STDOUT: ToolOutcome.STDOUT,
-    RunOutcome.ECHO: ToolOutcome.ECHO,
-    RunOutcome.EMPTY: ToolOutcome.EMPTY,
-    RunOutcome.ERROR: ToolOutcome.ERROR,
-    RunOutcome.TIMEOUT: ToolOutcome.TIMEOUT,
-    RunOutcome.KILLED: ToolOutcome.KILLED,
-    RunOutcome.REJECTED: ToolOutcome.REJECTED,
-}
+_OUTCOMES = {each: ToolOutcome(each.value) for each in RunOutcome if not each.is_ours}
 
 
 class Python(ToolKind):
@@ -72,12 +64,14 @@ class PythonTool(Tool):
         UserError: `config.stateful` is true, and `runner` keeps no sessions.
     """
 
+    config: Python.Config
+
     def __init__(self, runner: CodeRunner, config: Python.Config | None = None) -> None:
         self._runner = runner
-        self._config = config or Python.Config()
-        self._service = _service_of(runner, self._config) if self._config.stateful else None
+        super().__init__(config or Python.Config())
+        self._service = _service_of(runner, self.config) if self.config.stateful else None
         self._spec = ToolSpec(
-            name=self._config.name,
+            name=self.config.name,
             description=SIGNATURE["description"],
             parameters=SIGNATURE["parameters"],
             defaults={"input": ""},  # rStar2-Agent's released code
@@ -89,11 +83,7 @@ class PythonTool(Tool):
 
     @property
     def longest_call_s(self) -> float:
-        return (1 + _RETRIES) * self._config.wall_s
-
-    @property
-    def config(self) -> Python.Config:
-        return self._config
+        return (1 + _RETRIES) * self.config.wall_s
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once; `input` may be left out. Raises `ToolBroken` if the sandbox fails three times."""
@@ -114,9 +104,9 @@ class PythonTool(Tool):
         request = RunRequest(
             code=str(arguments["code"]),
             stdin=str(arguments.get("input", "")),
-            wall_s=self._config.wall_s,
-            memory_mib=self._config.memory_mib,
-            output_bytes=max(256, 4 * self._config.max_chars),  # a character has at most 4 bytes
+            wall_s=self.config.wall_s,
+            memory_mib=self.config.memory_mib,
+            output_bytes=max(256, 4 * self.config.max_chars),  # a character has at most 4 bytes
             seed=seed,
         )
         result = await self._retried(run, request)
@@ -143,9 +133,9 @@ class PythonTool(Tool):
         raise ToolBroken(f"{self.spec.name}: the sandbox failed {1 + _RETRIES} times in a row, last with {fault}")
 
     def _text(self, result: RunResult) -> str:
-        shown = shorten(result.text, self._config.max_chars)
+        shown = shorten(result.text, self.config.max_chars)
         if result.outcome is RunOutcome.TIMEOUT:
-            return _with_line(shown, f"Execution timed out after {self._config.wall_s:g} s.")
+            return _with_line(shown, f"Execution timed out after {self.config.wall_s:g} s.")
         if result.outcome is RunOutcome.KILLED:
             return _with_line(shown, f"Execution was killed ({result.reason}).")
         return shown
