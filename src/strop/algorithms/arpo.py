@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, Self
 
 import torch
@@ -14,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from strop.algorithms.grpo import GroupMethod, scalar_advantages
-from strop.algorithms.method import Decision, Selection, check_group_size
+from strop.algorithms.method import Selection, check_group_size
 from strop.types import Group, RolloutKey, Trajectory
 
 
@@ -144,11 +145,7 @@ def _with_shared_tokens(selection: Selection, *, counts_once: bool) -> Selection
     for decision in selection.decisions:
         if decision.is_kept:
             length = next(lengths)
-            decision = Decision(
-                is_kept=True,
-                reason=decision.reason,
-                figures={**decision.figures, "shared_tokens": float(length)},
-                num_repeated=length if counts_once else 0,
-            )
+            figures = {**decision.figures, "shared_tokens": float(length)}
+            decision = replace(decision, figures=figures, num_repeated=length if counts_once else 0)
         decisions.append(decision)
     return Selection(group=selection.group, decisions=tuple(decisions))

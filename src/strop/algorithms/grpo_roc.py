@@ -8,12 +8,12 @@ what "sample with probability" means without replacement is fixed as seeded Gumb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from strop.algorithms.grpo import GroupMethod
 from strop.algorithms.losses import Aggregation
@@ -86,7 +86,9 @@ class GRPORoC(GroupMethod):
     class Config(GroupMethod.Config):
         """Keys of `kind = "grpo_roc"`."""
 
-        oversample: float = Field(2.0, description="Rollouts that are sampled for each that is kept; 1 keeps every rollout.")
+        oversample: float = Field(
+            2.0, ge=1, description="Rollouts that are sampled for each that is kept; 1 keeps every rollout."
+        )
         # greedy: the released code of rStar2-Agent
         selection: Literal["sampled", "greedy"] = Field(
             "sampled", description="How positives are chosen: drawn by weight, or the lowest p_total first."
@@ -111,17 +113,6 @@ class GRPORoC(GroupMethod):
         drop_tied: bool = Field(True, description="Leave out tied groups, before and after selection.")
         # Eq. 6; token_mean in the released code
         aggregation: Aggregation = Field(Aggregation.GROUP_TOKEN_MEAN, description="How token losses are averaged.")
-
-        @field_validator("oversample")
-        @classmethod
-        def _leaves_something_to_choose_from(cls, oversample: float) -> float:
-            if oversample < 1:
-                raise ValueError(
-                    f"{oversample} times as many rollouts as are kept is fewer than are kept: there is nothing to"
-                    " resample from."
-                    " Raise it (the paper takes 2), or set method = 'grpo'."
-                )
-            return oversample
 
     config: Config
 
@@ -164,18 +155,11 @@ class GRPORoC(GroupMethod):
 
     def _draw(self, group: Group, seed: int) -> list[_Candidate]:
         """Every rollout with its place in the draw of its side, in the group's order."""
-        p_err_of, counts_first_turn = error_ratio, self.config.turns == "all"
-        if self.config.errors == "text":
-            p_err_of = error_ratio_in_text
-        p_errs = [p_err_of(scored.trajectory) for scored in group.trajectories]
-        p_formats = [format_penalty(each.trajectory, counts_first_turn=counts_first_turn) for each in group.trajectories]
-        p_repeats = [0.0] * len(p_errs)
-        if self.config.repetition_weight:
-            p_repeats = [repeated_share(scored.trajectory) for scored in group.trajectories]
+        penalties = [self._penalties(scored.trajectory) for scored in group.trajectories]
         is_positive = [scored.reward > 0 for scored in group.trajectories]
         weights = [
-            1.0 / (p_err + p_format + self.config.repetition_weight * p_repeat + self.config.eps_roc) if positive else 1.0
-            for p_err, p_format, p_repeat, positive in zip(p_errs, p_formats, p_repeats, is_positive, strict=True)
+            1.0 / (self._total(of_rollout) + self.config.eps_roc) if positive else 1.0
+            for of_rollout, positive in zip(penalties, is_positive, strict=True)
         ]
         places: dict[int, int] = {}
         sizes: dict[bool, int] = {}
@@ -188,15 +172,25 @@ class GRPORoC(GroupMethod):
         return [
             _Candidate(
                 is_positive=positive,
-                p_err=p_errs[row],
-                p_format=p_formats[row],
-                p_repeat=p_repeats[row] if self.config.repetition_weight else None,
+                penalties=penalties[row],
                 weight=weights[row],
                 place=places[row],
                 num_drawn_from=sizes[positive],
             )
             for row, positive in enumerate(is_positive)
         ]
+
+    def _penalties(self, trajectory: Trajectory) -> dict[str, float]:
+        """Of which p_total is made."""
+        p_err_of = error_ratio_in_text if self.config.errors == "text" else error_ratio
+        found = {"p_repeat": repeated_share(trajectory)} if self.config.repetition_weight else {}
+        return found | {
+            "p_err": p_err_of(trajectory),
+            "p_format": format_penalty(trajectory, counts_first_turn=self.config.turns == "all"),
+        }
+
+    def _total(self, penalties: Mapping[str, float]) -> float:
+        return penalties["p_err"] + penalties["p_format"] + self.config.repetition_weight * penalties.get("p_repeat", 0.0)
 
 
 def draw_order(weights: Sequence[float], keys: Sequence[RolloutKey], seed: int, *, is_greedy: bool = False) -> list[int]:
@@ -223,22 +217,14 @@ class _Candidate:
     """One rollout of a group, and its place (from 1) in the draw among the `num_drawn_from` of its side."""
 
     is_positive: bool
-    p_err: float
-    p_format: float
-    p_repeat: float | None  # None where repetition does not count
+    penalties: Mapping[str, float]
     weight: float
     place: int
     num_drawn_from: int
 
     @property
     def figures(self) -> dict[str, float]:
-        repetition = {} if self.p_repeat is None else {"p_repeat": self.p_repeat}
-        return repetition | {
-            "p_err": self.p_err,
-            "p_format": self.p_format,
-            "weight": self.weight,
-            "draw_order": float(self.place),
-        }
+        return {**self.penalties, "weight": self.weight, "draw_order": float(self.place)}
 
     def decide(self, quota: int) -> Decision:
         """Kept if it was among the first `quota` that were drawn."""
@@ -246,6 +232,7 @@ class _Candidate:
         side = "correct" if self.is_positive else "wrong"
         reason = (
             f"{'kept' if is_kept else 'dropped'}: {side}, draw {self.place} of {self.num_drawn_from}"
-            f" ({min(quota, self.num_drawn_from)} kept), p_err {self.p_err:.2f}, p_format {self.p_format:.2f}"
+            f" ({min(quota, self.num_drawn_from)} kept), p_err {self.penalties['p_err']:.2f},"
+            f" p_format {self.penalties['p_format']:.2f}"
         )
         return Decision(is_kept=is_kept, reason=reason, figures=self.figures)

@@ -26,7 +26,7 @@ from strop.algorithms.losses import (
     probability_ratio,
     token_kl,
 )
-from strop.algorithms.method import Column, CriticMethod, LossInputs, Method
+from strop.algorithms.method import Column, LossInputs, Method
 
 
 class Loss(StrEnum):
@@ -167,11 +167,6 @@ class PolicyLoss(Method):
     def kl_in_loss(self) -> float:
         """β of the KL that `token_loss` adds."""
         return self.config.kl_coefficient
-
-    @property
-    def critic(self) -> CriticMethod | None:
-        """None: rewards are compared with each other."""
-        return None
 
     @property
     def _ranks_the_update(self) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self, TypeAlias, TypeVar
+from typing import Annotated, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -20,13 +20,12 @@ _TOOL_LIMIT_S = 4.0
 _ItemT = TypeVar("_ItemT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedTurn:
+class TracedTurn(NamedTuple):
     """One completion, and the tools and the observation after it. The last turn of a rollout has neither."""
 
-    num_tokens: int
-    tool_s: float = 0.0
-    observation_tokens: int = 0
+    num_tokens: PositiveInt
+    tool_s: NonNegativeFloat = 0.0
+    observation_tokens: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +162,11 @@ TRACES: dict[str, Callable[..., Trace]] = {
 
 
 NonEmpty: TypeAlias = Annotated[tuple[_ItemT, ...], Field(min_length=1)]
-_Turn: TypeAlias = tuple[PositiveInt, NonNegativeFloat, NonNegativeInt]
-"""Tokens sampled, seconds of its tools, tokens of the observation."""
 
 
 class _Group(Config):
     prompt_tokens: PositiveInt
-    rollouts: NonEmpty[NonEmpty[_Turn]]
+    rollouts: NonEmpty[NonEmpty[TracedTurn]]
 
 
 class _TraceFile(Config):
@@ -213,10 +210,7 @@ def load_trace(path: Path) -> Trace:
 
 def _load_group(index: int, group: _Group) -> TracedGroup:
     rollouts = tuple(
-        TracedRollout(
-            key=RolloutKey(task_index=index, attempt=attempt),
-            turns=tuple(TracedTurn(num_tokens=num, tool_s=tool_s, observation_tokens=seen) for num, tool_s, seen in turns),
-        )
+        TracedRollout(key=RolloutKey(task_index=index, attempt=attempt), turns=turns)
         for attempt, turns in enumerate(group.rollouts)
     )
     return TracedGroup(prompt_tokens=group.prompt_tokens, rollouts=rollouts)

@@ -159,7 +159,8 @@ def conversation_of(row: Mapping[str, Any], *, id: str, source: str) -> Conversa
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         if role == "assistant" and message.get("tool_calls"):
-            content = "\n".join([*([content] if content else []), *_tool_calls(message["tool_calls"])])
+            calls = calls_of(message["tool_calls"])
+            content = "\n".join([*([content] if content else []), *(call_text(*call) for call in calls)])
         if role not in _ROLES or not isinstance(content, str):
             raise Unreadable(f"a message must have a role ({', '.join(_ROLES)}) and a text as content, not {str(message)[:80]}")
         said.append(Message(role=role, content=content))
@@ -170,10 +171,13 @@ def conversation_of(row: Mapping[str, Any], *, id: str, source: str) -> Conversa
     return conversation
 
 
-def _tool_calls(calls: Any) -> list[str]:
-    """Return the `tool_calls` of a message in the standard chat format as text; arguments are an object, or JSON in a text."""
-    written = []
-    for call in calls if isinstance(calls, list) else [calls]:
+def calls_of(value: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return name and arguments of a call or a list of calls, as in the standard chat format or as objects of the two.
+
+    Arguments are an object, or JSON in a text. Raises `Unreadable`.
+    """
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
         try:
@@ -182,8 +186,8 @@ def _tool_calls(calls: Any) -> list[str]:
             raise Unreadable(f"the arguments of a tool call are {error}") from error
         if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
             raise Unreadable(f"a tool call must have a name and an object of arguments, not {str(call)[:80]}")
-        written.append(call_text(name, arguments))
-    return written
+        calls.append((name, arguments))
+    return calls
 
 
 def as_row(conversation: Conversation) -> dict[str, Any]:

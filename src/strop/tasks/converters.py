@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import TaskError, did_you_mean
-from strop.tasks.conversations import Conversation, Message, Role, call_text, conversation_of, tools_text
+from strop.run_directory import parse_json
+from strop.tasks.conversations import Conversation, Message, Role, call_text, calls_of, conversation_of, tools_text
 from strop.tasks.readers import Row, Unreadable, as_text, find
 from strop.tools.python import SIGNATURE, TOOL_NAME
 
@@ -421,15 +422,9 @@ def _json_calls(text: str, names: Collection[str]) -> str:
         names: of the functions that are offered; a call of another is refused.
     """
     try:
-        value = json.loads(text)
-        calls = []
-        for call in value if isinstance(value, list) else [value]:
-            arguments = call["arguments"]
-            calls.append((str(call["name"]), dict(json.loads(arguments) if isinstance(arguments, str) else arguments)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise Unreadable(
-            f"a call is no JSON object of name and arguments ({type(error).__name__}: {error}): {text[:80]!r}"
-        ) from error
+        calls = calls_of(parse_json(text))
+    except ValueError as error:
+        raise Unreadable(f"a call is no JSON object of name and arguments: {error}: {text[:80]!r}") from error
     for name, _ in calls:
         if name not in names:
             raise not_offered(name)

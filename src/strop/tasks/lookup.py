@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from strop.errors import TaskError
 from strop.run_directory import shortened
 from strop.tasks.files import Rows, read_rows
+from strop.tasks.generated import GeneratedTasks
 from strop.tasks.protocol import Split, TaskSource, check_wording
 from strop.types import Task, derive_seed
 
@@ -39,13 +40,11 @@ class Fact:
     value: int | str
 
 
-class LookupTasks(TaskSource):
+class LookupTasks(GeneratedTasks):
     """Without end; the task at an index is a pure function of corpus, config, seed, split and index.
 
     A hash of its subject decides to which split a problem belongs: with no seed does a subject of the test occur in training.
     """
-
-    is_endless = True
 
     class Config(TaskSource.Config):
         """Where the numbers are, and what is computed with them."""
@@ -92,8 +91,7 @@ class LookupTasks(TaskSource):
             chains = [(fact, *chain) for fact in facts for chain in of_subject.get(fact.value, ())]
         return chains
 
-    def task(self, index: int) -> Task:
-        draw = random.Random(derive_seed("lookup", self.seed, self.split, index))
+    def drawn(self, draw: random.Random) -> Task:
         chain = draw.choice(self._chains)
         subject, attribute = chain[0].subject, " of ".join(fact.attribute for fact in reversed(chain))
         value = int(chain[-1].value)
