@@ -6,7 +6,11 @@ import pytest
 from trajectories import TASK, trajectory
 
 from strop.errors import TaskError
-from strop.rewards.language import LanguagePart, chain_of_thought, language_consistency, scripts_of, thoughts_of
+from strop.rewards.language import LanguagePart, chain_of_thought, language_share, scripts_of, thoughts_of
+
+
+def language_consistency(text, *, language):
+    return language_share(chain_of_thought(text) or "", language=language)
 
 
 def share(thought, language="en"):

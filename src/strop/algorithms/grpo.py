@@ -194,21 +194,14 @@ def scalar_advantages(selections: Sequence[Selection], advantage: Advantage, *, 
         case Advantage.TREE:  # branches have the attempt of the rollout that began at the prompt
             trees = [[scored.trajectory.key.attempt for scored in selection.kept] for selection in selections]
             return tree_advantages(rewards, trees, eps=eps)
-    return [_of_group(group, advantage, eps) if group else [] for group in rewards]
-
-
-def _of_group(rewards: Sequence[float], advantage: Advantage, eps: float) -> list[float]:
-    match advantage:
-        case Advantage.GROUP_NORMALIZED:
-            return group_normalized_advantages(rewards, eps=eps)
-        case Advantage.MEAN_CENTERED:
-            return mean_centered_advantages(rewards)
-        case Advantage.LEAVE_ONE_OUT:
-            return leave_one_out_advantages(rewards)
         case Advantage.NONE:
-            return [float(reward) for reward in rewards]
-        case _:
-            raise ValueError(f"{advantage.value} compares more than one group")
+            return [[float(reward) for reward in group] for group in rewards]
+        case Advantage.GROUP_NORMALIZED:
+            return [group_normalized_advantages(group, eps=eps) if group else [] for group in rewards]
+        case Advantage.MEAN_CENTERED:
+            return [mean_centered_advantages(group) if group else [] for group in rewards]
+        case Advantage.LEAVE_ONE_OUT:
+            return [leave_one_out_advantages(group) if group else [] for group in rewards]
 
 
 def _check_group(rewards: Sequence[float]) -> None:

@@ -174,7 +174,6 @@ _POSITIONS = {position: (name, 2 * number) for number, (position, name) in enume
 _PARTS = {part: (name, colour) for (part, name), colour in zip(PARTS.items(), (0, 3, 1), strict=True)}
 _OF_REASONING = "Share of reasoning tokens "
 _MAX_TOKENS = 1200  # of one completion; what is left out is counted
-_MAX_CHARS = 1500  # of one observation
 _NUM_TEXTS, _NUM_WORDS = 24, 24
 
 
@@ -247,12 +246,8 @@ def _turn(turn: Turn, marked: MarkedTurn) -> dict[str, Any]:
         "num_left_out": num_left_out,
         "tail": marked.tokens[num_head + num_left_out :],
         "calls": turn.calls,
-        "observation": _clipped(turn.observation_text),
+        "observation": turn.observation_text,
     }
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}\n… {len(text) - _MAX_CHARS:,} characters left out …"
 
 
 def _texts_table(figures: Figures) -> Table:

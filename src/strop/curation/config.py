@@ -216,20 +216,13 @@ class Tally:
         return found
 
 
-_SHOWN_CHARS = 600
 _ID_CHARS = 22
 
 
 def write_page(path: Path, name: str, summary: Mapping[str, Any], rules: Sequence[RuleTally], kept: Sequence[Verdict]) -> None:
     """Write the page, which needs no other file. Raises `RunError` if it cannot be written."""
-    page = render(
-        "curation.html.j2", name=name, summary=summary, rules=rules, kept=kept, shorten=_shorten, shorten_id=_shorten_id
-    )
+    page = render("curation.html.j2", name=name, summary=summary, rules=rules, kept=kept, shorten_id=_shorten_id)
     write_text(path, page)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} … ({len(text)} characters)"
 
 
 def _shorten_id(name: str) -> str:

@@ -7,7 +7,7 @@ answers of a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -53,13 +53,10 @@ def read_outcomes(path: Path) -> dict[TaskKey, Outcome]:
     for place, row in read_rows(path):
         outcome = _outcome(row, place)
         key = outcome.task_id, outcome.question_digest
-        before = found.get(key)
-        found[key] = Outcome(
-            task_id=outcome.task_id,
-            question_digest=outcome.question_digest,
-            num_right=outcome.num_right + (before.num_right if before else 0),
-            num_judged=outcome.num_judged + (before.num_judged if before else 0),
-        )
+        if before := found.get(key):
+            num_right, num_judged = outcome.num_right + before.num_right, outcome.num_judged + before.num_judged
+            outcome = replace(outcome, num_right=num_right, num_judged=num_judged)
+        found[key] = outcome
     return found
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from strop.errors import TaskError
 from strop.rewards.base import extract_answer
-from strop.rewards.form import normalized, token_f1
+from strop.rewards.form import TEXT_COMMAND, normalized, token_f1
 from strop.types import Task, Trajectory
 
-_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 _LETTER = re.compile(
     r"(?:the\s+)?(?:answer|option|choice|答案|选项)?\s*(?:is|是|为|选)?\s*[:：]?\s*[(（]?\s*([A-Z])\s*[)）]?\s*[.:。]?",
     re.IGNORECASE,
@@ -26,7 +25,7 @@ def right_letter(task: Task, trajectory: Trajectory) -> float:
 def read_letter(trajectory: Trajectory) -> str:
     """The letter in the box of the answer tag, or in the tag itself; "" if there is something else."""
     answer = extract_answer(trajectory, needs_box=False)
-    found = None if answer is None else _LETTER.fullmatch(_WRAPPED.sub(r"\1", answer).strip())
+    found = None if answer is None else _LETTER.fullmatch(TEXT_COMMAND.sub(r"\1", answer).strip())
     return "" if found is None else found[1].upper()
 
 
@@ -55,7 +54,7 @@ def read_answer(trajectory: Trajectory) -> str:
 
 
 def _names(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", _WRAPPED.sub(r"\1", text).casefold())) - {"and"}
+    return frozenset(re.findall(r"\w+", TEXT_COMMAND.sub(r"\1", text).casefold())) - {"and"}
 
 
 def _references(task: Task) -> Sequence[str]:

@@ -256,7 +256,7 @@ class LengthPart(AfterAccuracyPart):
 
 INVALID = -1.0
 
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WHOLE = ("yes", "no", "noanswer")
 
@@ -297,7 +297,7 @@ def token_f1(answer: str, reference: str) -> float:
 
 def normalized(text: str) -> str:
     r"""Lower case, without punctuation, articles and LaTeX text commands; one blank between words."""
-    bare = _TEXT.sub(r"\1", text).lower()
+    bare = TEXT_COMMAND.sub(r"\1", text).lower()
     bare = "".join(character for character in bare if character not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 

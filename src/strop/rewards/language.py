@@ -170,17 +170,11 @@ def thoughts_of(turns: Sequence[str], *, think_tag: str) -> str:
     return "\n".join(found)
 
 
-def language_consistency(text: str, *, language: str, think_tag: str = "think") -> float:
-    """Words in the target language as a share of all words of the chain of thought. DeepSeek-R1 (arXiv 2501.12948) Eq. 7.
-
-    Digits, mathematics, code and single Latin or Greek letters (variables) are in neither count. 0 without a chain of thought,
-    or without a word in it.
-    """
-    return language_share(chain_of_thought(text, think_tag=think_tag) or "", language=language)
-
-
 def language_share(thought: str, *, language: str) -> float:
-    """Words in the target language as a share of all words of `thought`; 0 without a word."""
+    """Words in the target language as a share of all words of `thought`. DeepSeek-R1 (arXiv 2501.12948) Eq. 7.
+
+    Digits, mathematics, code and single Latin or Greek letters (variables) are in neither count. 0 without a word.
+    """
     found = scripts_of(thought)
     return sum(script in LANGUAGES[language] for script in found) / len(found) if found else 0.0
 

@@ -13,9 +13,9 @@ import random
 import re
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from strop.tasks.boxes import boxed
 
@@ -29,9 +29,8 @@ class Unreadable(ValueError):  # noqa: N818 - named for what it says of the row
     """A row without an expected value. The message has no place, which the caller knows."""
 
 
-class Reader(Protocol):
-    def __call__(self, row: Row) -> str:
-        """The text. Raises `Unreadable`."""
+Reader: TypeAlias = Callable[[Row], str]
+"""Returns a text of a row. Raises `Unreadable`."""
 
 
 @dataclass(frozen=True, slots=True)

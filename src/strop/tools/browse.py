@@ -11,7 +11,6 @@ import ipaddress
 import re
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from html.parser import HTMLParser
@@ -26,7 +25,7 @@ from strop.errors import ToolBroken, UserError
 from strop.http import ServiceRefused, is_unknown_host
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec, encodable
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, encodable
 from strop.tools.search.cached_results import Origin, ResultFile
 from strop.types import ToolOutcome
 
@@ -82,7 +81,7 @@ class Browse(ToolKind):
         return [tool]
 
 
-class BrowseTool(Tool):
+class BrowseTool(TimedTool):
     """Shared by all rollouts; `close_all` ends it."""
 
     def __init__(self, config: Browse.Config, *, name: str) -> None:
@@ -92,29 +91,22 @@ class BrowseTool(Tool):
         self._summariser = None if config.summary is None else ChatClient(config.summary)
         texts = {"url": "Address of the page or PDF.", "query": "What to look for on it."}
         properties = {argument: {"type": "string", "description": text} for argument, text in texts.items()}
-        self._spec = ToolSpec(
-            name=name,
-            description="Reads a page or a PDF, and returns what it says about the query.",
-            parameters={"type": "object", "properties": properties, "required": list(properties)},
-        )
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
+        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        description = "Reads a page or a PDF, and returns what it says about the query."
+        super().__init__(ToolSpec(name=name, description=description, parameters=parameters))
 
     @property
     def longest_call_s(self) -> float:
         summary = self._config.summary
         return self._config.timeout_s + (0.0 if summary is None else (1 + summary.retries) * (summary.timeout_s + 60))
 
-    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+    async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """Read one page.
 
         Raises:
             ToolBroken: no name can be resolved, or the summariser keeps failing.
             UserError: the summariser will never answer.
         """
-        started_at = time.perf_counter()
         url, query = str(arguments["url"]).strip(), str(arguments["query"]).strip()
         outcome = ToolOutcome.STDOUT
         try:
@@ -125,7 +117,7 @@ class BrowseTool(Tool):
                 text = await self._summary(text, query, self._summariser)
         except NotFetched as error:
             outcome, text = ToolOutcome.ERROR, f"The page cannot be read: {error}."
-        return ToolResult(outcome=outcome, text=text, duration_s=time.perf_counter() - started_at)
+        return outcome, text
 
     async def close_all(self) -> None:
         await self._client.aclose()

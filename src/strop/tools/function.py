@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,7 +22,7 @@ from strop.errors import StropError, UserError
 from strop.registry import import_object
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
 from strop.types import ToolOutcome
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)
@@ -61,44 +60,38 @@ class Function(ToolKind):
         return [self.config.imported(key)]
 
 
-class FunctionTool(Tool):
+class FunctionTool(TimedTool):
     """A typed function as a tool; made by `tool`."""
 
     def __init__(self, function: Callable[..., Any], spec: ToolSpec, arguments: type[BaseModel], wall_s: float | None) -> None:
+        super().__init__(spec)
         self.function = function
-        self._spec = spec
         self._arguments = arguments
         self._wall_s = wall_s
         self._takes_seed = "seed" in inspect.signature(function).parameters
 
     @property
-    def spec(self) -> ToolSpec:
-        return self._spec
-
-    @property
     def longest_call_s(self) -> float:
         return self._wall_s or 0.0
 
-    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+    async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """Run once. `seed` reaches the function only if it has a parameter of that name.
 
         A coroutine is cancelled at the limit; a plain function runs in a thread, which then goes on without its caller. The
         policy reads what the function raises, and an error for a result that cannot be shown.
         """
-        started_at = time.perf_counter()
         try:
             checked = self._arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
-            return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=self._explain(error), duration_s=0.0)
+            return ToolOutcome.WRONG_ARGUMENTS, self._explain(error)
         except StropError:
             raise
         except Exception as error:  # noqa: BLE001 - of a check that an argument's own type makes
-            return ToolResult(outcome=ToolOutcome.ERROR, text=_in_words(error), duration_s=0.0)
+            return ToolOutcome.ERROR, _in_words(error)
         values = {str(field.alias): getattr(checked, name) for name, field in type(checked).model_fields.items()}
         if self._takes_seed:
             values["seed"] = seed
-        outcome, text = await self._outcome(values)
-        return ToolResult(outcome=outcome, text=text, duration_s=time.perf_counter() - started_at)
+        return await self._outcome(values)
 
     async def _outcome(self, values: Mapping[str, Any]) -> tuple[ToolOutcome, str]:
         limit = asyncio.timeout(self._wall_s)

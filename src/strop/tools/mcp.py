@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import tempfile
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.function import parameters_schema
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.types import ToolOutcome
 
@@ -321,28 +320,21 @@ async def _transport(config: Mcp.Config, secret: str, log: TextIO) -> AsyncItera
         yield streamable_http_client(config.url, http_client=http)
 
 
-class McpTool(Tool):
+class McpTool(TimedTool):
     """One tool of a server. All rollouts share the state of the server."""
 
     def __init__(self, server: McpServer, name: str, spec: ToolSpec) -> None:
-        self._server = server
-        self._name = name
-        self._spec = spec
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
+        super().__init__(spec)
+        self._server, self._name = server, name
 
     @property
     def longest_call_s(self) -> float:
         return self._server.config.longest_call_s
 
-    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+    async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """Call it; again only if the server was lost during the call. Raises `ToolBroken`."""
-        started_at = time.perf_counter()
         outcome, text = await self._server.call(self._name, arguments)
-        shown = shorten(text, self._server.config.max_chars)
-        return ToolResult(outcome=outcome, text=shown, duration_s=time.perf_counter() - started_at)
+        return outcome, shorten(text, self._server.config.max_chars)
 
 
 def _spec(listed: ListedTool, prefix: str) -> ToolSpec:

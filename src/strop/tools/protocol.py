@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -136,6 +137,26 @@ class Tool(ToolKind):
     async def close(self) -> None:
         """The rollout is over. Safe to call twice; what all rollouts share stays open."""
         return None  # noqa: RET501 - a body, so that a subclass need not write one
+
+
+class TimedTool(Tool):
+    """A tool that measures how long its calls take. A subclass gives `answer`."""
+
+    def __init__(self, spec: ToolSpec) -> None:
+        self._spec = spec
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+        started_at = time.perf_counter()
+        outcome, text = await self.answer(arguments, seed=seed)
+        return ToolResult(outcome=outcome, text=text, duration_s=time.perf_counter() - started_at)
+
+    @abstractmethod
+    async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
+        """As `call`: the class of what happened, and what the policy reads."""
 
 
 def encodable(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.search import Backend, QueryRefused
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
@@ -56,7 +55,7 @@ class Search(ToolKind):
         return [SearchTool(backend, self.config, name=self.config.name or key.rpartition(".")[2])]
 
 
-class SearchTool(Tool):
+class SearchTool(TimedTool):
     """Searches for `query`. A query that finds nothing is no error.
 
     Args:
@@ -68,27 +67,18 @@ class SearchTool(Tool):
         self._backend = backend
         self._config = config
         query = {"type": "string", "description": "What to search for."}
-        self._spec = ToolSpec(
-            name=name,
-            description=config.description,
-            parameters={"type": "object", "properties": {"query": query}, "required": ["query"]},
-        )
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
+        parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
+        super().__init__(ToolSpec(name=name, description=config.description, parameters=parameters))
 
     @property
     def longest_call_s(self) -> float:
         return self._backend.longest_call_s
 
-    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+    async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """Search once. Raises `ToolBroken` if the backend keeps failing."""
-        started_at = time.perf_counter()
         query = str(arguments["query"]).strip()
         if not query:
-            text = f"{self.spec.name}: the query is empty."
-            return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=text, duration_s=0.0)
+            return ToolOutcome.WRONG_ARGUMENTS, f"{self.spec.name}: the query is empty."
         outcome = ToolOutcome.STDOUT
         try:
             text = await self._backend.results(query, top_k=self._config.top_k)
@@ -96,5 +86,4 @@ class SearchTool(Tool):
             outcome, text = ToolOutcome.REJECTED, f"The search service does not accept this query ({error})."
         if not text:
             outcome, text = ToolOutcome.EMPTY, NOTHING_FOUND
-        shown = shorten(text, self._config.max_chars)
-        return ToolResult(outcome=outcome, text=shown, duration_s=time.perf_counter() - started_at)
+        return outcome, shorten(text, self._config.max_chars)
