@@ -11,7 +11,8 @@ from gpu_check_machine import Machine
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from strop.algorithms import GRPO, Aggregation
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.engine import TorchEngine

@@ -13,7 +13,7 @@ from gpu_check_correctness import make_batch
 from gpu_check_machine import Machine, median, or_out_of_memory
 from gpu_check_models import Costs
 
-from strop.algorithms import GRPO
+from strop.algorithms.grpo import GRPO
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.engine import TorchEngine

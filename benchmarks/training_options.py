@@ -23,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_memory import Memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.algorithms import GRPO, Aggregation
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation
 from strop.run_directory import write_json
 from strop.training import TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows

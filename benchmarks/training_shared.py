@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from training_memory import Memory
 
-from strop.algorithms import GRPO, Aggregation
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation
 from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig, batch
 from strop.training.batch import Row, pack_rows
 

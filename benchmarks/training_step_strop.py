@@ -16,8 +16,8 @@ from training_memory import Memory
 from training_step_reward import share_of_even_ids
 from transformers import AutoTokenizer
 
-from strop.algorithms import GRPO, Aggregation
-from strop.algorithms.grpo import group_normalized_advantages
+from strop.algorithms.grpo import GRPO, group_normalized_advantages
+from strop.algorithms.losses import Aggregation
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.engine import TorchEngine

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from training_memory import Memory
 
-from strop.algorithms import GRPO, Aggregation
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation
 from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import group_of, grow
 
-from strop.algorithms import ARPO, GRPO, Aggregation, Column, LossInputs, RatioLevel
-from strop.algorithms.arpo import hard_advantages
+from strop.algorithms.arpo import ARPO, hard_advantages
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation, RatioLevel
+from strop.algorithms.method import Column, LossInputs
 from strop.config import validate
 from strop.errors import ConfigError
 from strop.training.batch import pack

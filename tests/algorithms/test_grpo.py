@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from strop.algorithms import GRPO, Advantage
+from strop.algorithms.grpo import GRPO, Advantage
 from strop.config import validate
 from strop.errors import ConfigError
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.algorithms import GRPORoC
-from strop.algorithms.grpo_roc import draw_order, error_ratio, error_ratio_in_text, format_penalty
+from strop.algorithms.grpo_roc import GRPORoC, draw_order, error_ratio, error_ratio_in_text, format_penalty
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, ToolOutcome, Trajectory
 
 OK, BAD = ToolOutcome.STDOUT, ToolOutcome.ERROR

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strop.algorithms import GRPO, Column, LossInputs
+from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import entropy_aware_advantages, high_entropy_mask
+from strop.algorithms.method import Column, LossInputs
 from strop.training.batch import Row, pack_rows, reweighted
 
 MASK = torch.tensor([[False, True, True, True, False, True], [False, True, False, False, False, False]])

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from strop.algorithms import KLEstimator
-from strop.algorithms.losses import token_kl
+from strop.algorithms.losses import KLEstimator, token_kl
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)

@@ -1,6 +1,9 @@
 import pytest
 
-from strop.algorithms import GRPO, Aggregation, GRPORoC, Method
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.grpo_roc import GRPORoC
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import Method
 from strop.config import Config, validate
 from strop.errors import ConfigError
 

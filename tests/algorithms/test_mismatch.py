@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from strop.algorithms import Mismatch
-from strop.algorithms.losses import mismatch_weights
+from strop.algorithms.losses import Mismatch, mismatch_weights
 
 # π_old / π_sampled: row 1 has 0.5, 3 and 1.5 (product 2.25), row 2 has 0.25 and 4 (product 1); the last of row 2 is masked.
 OLD = torch.tensor([[0.5, 3.0, 1.5], [0.25, 4.0, 100.0]]).log()

@@ -6,7 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from strop.algorithms import GRPO, Aggregation, Column, KLEstimator, Loss, LossInputs, Mismatch, RatioLevel, token_weights
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation, KLEstimator, Mismatch, RatioLevel, token_weights
+from strop.algorithms.method import Column, LossInputs
+from strop.algorithms.policy_loss import Loss
 
 VOCABULARY = 5
 MASK = torch.tensor(

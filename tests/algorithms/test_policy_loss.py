@@ -3,7 +3,11 @@ import math
 import pytest
 import torch
 
-from strop.algorithms import GRPO, Column, GRPORoC, Loss, LossInputs, Method, Mismatch, RatioLevel
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.grpo_roc import GRPORoC
+from strop.algorithms.losses import Mismatch, RatioLevel
+from strop.algorithms.method import Column, LossInputs, Method
+from strop.algorithms.policy_loss import Loss
 
 ROW = torch.tensor([[True, True]])
 

@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
-from strop.algorithms import PPO, Column, KLEstimator, LossInputs, RewardedRows, ValueInputs
-from strop.algorithms.ppo import explained_variance
+from strop.algorithms.losses import KLEstimator
+from strop.algorithms.method import Column, LossInputs, RewardedRows, ValueInputs
+from strop.algorithms.ppo import PPO, explained_variance
 from strop.errors import ConfigError
 
 # Prompt, two trained tokens, an observation, one trained token, padding; then a row of a prompt and one token.

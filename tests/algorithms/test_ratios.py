@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from strop.algorithms import RatioLevel
-from strop.algorithms.losses import log_ratio, probability_ratio
+from strop.algorithms.losses import RatioLevel, log_ratio, probability_ratio
 
 # Ratios 2, (9), 8 and 1/2, (9), (9); those in parentheses are masked.
 POLICY = torch.tensor([[2.0, 9.0, 8.0], [0.5, 9.0, 9.0]]).log()

@@ -14,7 +14,9 @@ import typer
 from generate import generated
 
 from strop import types
-from strop.algorithms import GRPO, Column, LossInputs, Mismatch
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Mismatch
+from strop.algorithms.method import Column, LossInputs
 from strop.cli import app
 from strop.doctor import CHECKS
 from strop.evaluation.metrics import rollout_metrics, tool_call_metrics

@@ -15,7 +15,7 @@ import pytest
 from generate import reachable
 from pydantic_core import to_jsonable_python
 
-from strop.algorithms import Method
+from strop.algorithms.method import Method
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe
 

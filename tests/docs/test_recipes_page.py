@@ -8,7 +8,7 @@ import pytest
 from generate import default_of, generated, meaning_of, models_in, own_fields, reachable, title_of
 from pydantic import BaseModel
 
-from strop.algorithms import Method
+from strop.algorithms.method import Method
 from strop.config import Config, validate
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe

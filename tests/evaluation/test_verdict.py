@@ -7,7 +7,8 @@ from strop.errors import RunError
 from strop.evaluation.compare import compare
 from strop.evaluation.metrics import USUAL, rollout_metrics, verdict_of
 from strop.evaluation.results import figures_of, gather, problem_of, read_eval, write_eval
-from strop.rewards import FunctionReward, MathReward, Reward
+from strop.rewards import MathReward, Reward
+from strop.rewards.sum import FunctionReward
 
 SCORER = {"kind": "scorer", "scorer": {"kind": "embedded", "path": "models/helpful"}}
 FUNCTION = {"kind": "function", "function": "math:sqrt"}

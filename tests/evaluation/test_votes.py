@@ -3,7 +3,8 @@ import asyncio
 import pytest
 from attempts import attempt, boxed, group_of
 
-from strop.rewards import CodeReward, MathReward, Reward
+from strop.rewards import MathReward, Reward
+from strop.rewards.code import CodeReward
 from strop.stages.evaluation import Voting
 from strop.types import StopReason
 

@@ -8,8 +8,8 @@ import pytest
 from trajectories import TASK, called, trajectory, turn
 
 from strop.errors import ConfigError, MachineError, TaskError
-from strop.rewards import CodeReward, MathReward, Reward, make_reward
-from strop.rewards.code import extract_code, read_tests
+from strop.rewards import MathReward, Reward, make_reward
+from strop.rewards.code import CodeReward, extract_code, read_tests
 from strop.sandbox import ScriptedSandbox
 from strop.types import StopReason, Task
 

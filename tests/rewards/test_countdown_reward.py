@@ -11,8 +11,8 @@ from trajectories import trajectory
 
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
-from strop.rewards import CountdownReward, make_reward
-from strop.rewards.countdown import MAX_CHARS, value_of
+from strop.rewards import make_reward
+from strop.rewards.countdown import MAX_CHARS, CountdownReward, value_of
 from strop.tasks import make_tasks
 from strop.tasks.generated import CountdownTasks
 from strop.types import StopReason, Task

@@ -11,11 +11,12 @@ import pytest
 
 from strop.pipeline.sweep_file import load_sweep
 from strop.recipe.load import load_recipe
-from strop.rewards import CountdownReward, FunctionReward, MathReward, SumReward
+from strop.rewards import MathReward, SumReward
+from strop.rewards.countdown import CountdownReward
 from strop.rewards.form import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import R1ZeroPart
-from strop.rewards.sum import FunctionPart
+from strop.rewards.sum import FunctionPart, FunctionReward
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "grader.py"

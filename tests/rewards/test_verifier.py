@@ -233,7 +233,7 @@ def test_closing_ends_the_questions_that_wait_and_the_processes_that_compute():
 def test_a_process_that_computes_ends_when_its_parent_is_killed():
     code = """
 import asyncio
-from strop.rewards import MathVerifier
+from strop.rewards.math import MathVerifier
 
 async def main():
     verifier = MathVerifier(deadline_s=60.0)

@@ -9,9 +9,10 @@ from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox
-from strop.tools import Python, PythonTool
+from strop.tools import Python
 from strop.tools.limits import CallLimits, LimitedTool
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.tools.python import PythonTool
 from strop.types import Completion, FinishReason, StopReason, Task, ToolOutcome
 
 CHAT = ChatFormat(byte_tokenizer())

@@ -14,7 +14,7 @@ from strop.rollout.tool_calls import make_call_format
 from strop.sandbox import RunOutcome, ScriptedSandbox, scripted_result
 from strop.stages.conversations import as_written_demonstration, encoded_again
 from strop.stages.demonstrations import as_demonstration
-from strop.tools import PythonTool
+from strop.tools.python import PythonTool
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory
 
 # As Qwen2.5: a system message of its own where the conversation has none.

@@ -13,9 +13,10 @@ from scripted_node import ScriptedNode
 from strop.config import validate
 from strop.deadline import clock_stopped, deadline
 from strop.sandbox import ScriptedSandbox
-from strop.tools import Python, PythonTool, Tool, tool
+from strop.tools import Python, Tool, tool
 from strop.tools.limits import CallLimits, NoisyTool, limited
 from strop.tools.mcp import Mcp
+from strop.tools.python import PythonTool
 from strop.tools.search.tool import Search
 from strop.types import ToolOutcome
 

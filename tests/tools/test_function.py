@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from strop.config import validate
 from strop.errors import ConfigError, MachineError, UserError
 from strop.rollout.tool_calls import argument_problem
-from strop.tools import Function, ToolResult, tool
-from strop.tools.function import FunctionTool
+from strop.tools import ToolResult, tool
+from strop.tools.function import Function, FunctionTool
 from strop.types import ToolOutcome
 
 

@@ -11,8 +11,9 @@ from scripted_node import ScriptedNode
 from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox import IsolationLevel, LocalSandbox, RunOutcome, SandboxConfig, ScriptedSandbox, scripted_result
 from strop.sandbox.protocol import RunRequest, RunResult
-from strop.tools import Python, PythonTool, Tool
+from strop.tools import Python, Tool
 from strop.tools.notebook import NEW_NOTEBOOK
+from strop.tools.python import PythonTool
 from strop.types import ToolOutcome
 
 STATEFUL = Python.Config(stateful=True, wall_s=1.0)

@@ -17,7 +17,8 @@ from strop.sandbox import (
     ScriptedSandbox,
     scripted_result,
 )
-from strop.tools import Python, PythonTool, ToolResult
+from strop.tools import Python, ToolResult
+from strop.tools.python import PythonTool
 from strop.types import ToolOutcome
 
 

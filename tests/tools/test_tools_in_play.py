@@ -28,8 +28,10 @@ from strop.rollout.player import Judge, NullObserver, Player, SamplingConfig, co
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import LocalSandbox, SandboxConfig, ScriptedSandbox
 from strop.stages.model import make_tokenizer
-from strop.tools import Python, PythonTool, Tool, ToolKind, open_tools, tool
+from strop.tools import Python, Tool, open_tools, tool
 from strop.tools.limits import CallLimits, limited
+from strop.tools.protocol import ToolKind
+from strop.tools.python import PythonTool
 from strop.types import Group, Task, ToolOutcome
 
 CHAT = ChatFormat(make_tokenizer([], vocab_size=300))

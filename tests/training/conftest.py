@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.algorithms import Aggregation
+from strop.algorithms.losses import Aggregation
 from strop.training import TokenBatch
 from strop.training.batch import Row, pack_rows
 

@@ -10,7 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from strop.algorithms import GRPO, Column
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.method import Column
 from strop.errors import ModelError, RunError
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig
 from strop.training.models import load_model

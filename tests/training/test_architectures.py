@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from strop.algorithms import GRPO, Aggregation, Column
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import Column
 from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.models import load_model
 

@@ -8,7 +8,8 @@ import torch
 from test_batch import selection, turn
 from transformers import AutoModelForCausalLM
 
-from strop.algorithms import Aggregation, Column
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import Column
 from strop.engine.config import EngineConfig
 from strop.engine.opening import open_engines
 from strop.engine.protocol import CompletionRequest

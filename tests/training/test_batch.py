@@ -4,7 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strop.algorithms import GRPO, Aggregation, Column, Decision, Loss, LossInputs, Mismatch, Selection
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation, Mismatch
+from strop.algorithms.method import Column, Decision, LossInputs, Selection
+from strop.algorithms.policy_loss import Loss
 from strop.training import microbatches, pack, split_by_group
 from strop.training.batch import World, shares
 from strop.types import (

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strop.algorithms import GRPO, PPO, Column
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.method import Column
+from strop.algorithms.ppo import PPO
 from strop.errors import CannotLearnError, ModelError
 from strop.rewards.reward_model import begin_reward_model, head_of
 from strop.training import CriticConfig, CriticOptimizerConfig, OptimizerConfig, Schedule, Trainer, TrainerConfig

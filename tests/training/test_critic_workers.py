@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strop.algorithms import PPO, Column
+from strop.algorithms.method import Column
+from strop.algorithms.ppo import PPO
 from strop.training import CriticConfig, CriticOptimizerConfig, Trainer, TrainerConfig
 
 pytestmark = pytest.mark.slow

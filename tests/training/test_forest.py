@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms import GRPO, PPO, Aggregation, Column
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import Column
+from strop.algorithms.ppo import PPO
 from strop.training import LoraConfig, Trainer, TrainerConfig, logprobs, microbatches
 from strop.training.batch import Row, World, pack_rows, shares
 from strop.training.logprobs import head_logprobs

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.algorithms import GRPO
+from strop.algorithms.grpo import GRPO
 from strop.errors import RunError
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig
 from strop.training.optimizer import PagedAdamW

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from strop.algorithms import LossInputs
+from strop.algorithms.method import LossInputs
 from strop.cs336.supplement import PackedSFTDataset
 from strop.training import Demonstration, Segment, pack_demonstrations, sft_token_loss
 from strop.training.sft import cut_into_rows

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from strop.algorithms import GRPO, Column, LossInputs
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.method import Column, LossInputs
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.engine.torch.engine import TorchEngine

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from strop.algorithms import GRPO, Column
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.method import Column
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, MachineError, ModelError, RunError, TrainerLost, UserError
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from strop.rewards.base import Reward, RunService, judge_group, make_reward
-from strop.rewards.code import CodeReward
-from strop.rewards.countdown import CountdownReward
-from strop.rewards.math import MathReward, MathVerifier
-from strop.rewards.sum import FunctionReward, SumReward, function_reward
+from strop.rewards.math import MathReward
+from strop.rewards.sum import SumReward, function_reward
 from strop.rollout.prompt import AnswerForm
 
 __all__ = [
     "SETTINGS",
-    "CodeReward",
-    "CountdownReward",
-    "FunctionReward",
     "MathReward",
-    "MathVerifier",
     "Reward",
     "RunService",
     "SumReward",

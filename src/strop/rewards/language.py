@@ -51,7 +51,6 @@ _PARTS = re.compile(
     r"|\\\[(?P<square>.*?)(?:\\\]|\Z)|\\boxed\s*\{(?P<box>[^{}]*)\}",
     re.DOTALL,
 )
-_IS_CODE = ("fence", "ticks")
 _TEXT_IN_FORMULAS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm)\s*\{([^{}]*)\}")
 _COMMANDS_AND_TAGS = re.compile(r"\\[a-zA-Z]+|</?[A-Za-z_]+>")
 # Three words of two letters and more, with no operator between them, are a sentence and no formula.
@@ -91,11 +90,8 @@ def prose(text: str) -> str:
     for found in _PARTS.finditer(text):
         parts.append(_COMMANDS_AND_TAGS.sub(" ", text[end : found.start()]))
         end = found.end()
-        name = next(name for name, part in found.groupdict().items() if part is not None and name != "tag")
-        if name == "call":
-            parts.append(_prose_of_call(found[name]))
-        else:
-            parts.append(_prose_of_code(found[name]) if name in _IS_CODE else _prose_of_formula(found[name]))
+        name = str(found.lastgroup)
+        parts.append(_PROSE_OF.get(name, _prose_of_formula)(found[name]))
     parts.append(_COMMANDS_AND_TAGS.sub(" ", text[end:]))
     return " ".join(parts)
 
@@ -131,6 +127,9 @@ def _prose_of_code(text: str) -> str:
 
 
 _NO_TEXT = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
+
+
+_PROSE_OF = {"fence": _prose_of_code, "ticks": _prose_of_code, "call": _prose_of_call}  # of other parts: of a formula
 
 
 def _strings(value: object) -> list[str]:

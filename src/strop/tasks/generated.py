@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.tasks.protocol import TaskSource, check_ranges, check_wording
+from strop.tasks.protocol import TaskSource, check_wording
 from strop.types import Task, derive_seed
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
@@ -30,6 +30,34 @@ _MAX_DRAWS = 1000
 class GeneratedTasks(TaskSource):
     """Base: the task at an index is a pure function of config, seed, split and index."""
 
+    class Config(TaskSource.Config):
+        """How a question is posed."""
+
+        places: ClassVar[tuple[str, ...]] = ()
+        """Of the wording, each once."""
+        ranges: ClassVar[tuple[str, ...]] = ()
+        """Names of which there are `min_NAME` and `max_NAME`."""
+        wording: str
+
+        @model_validator(mode="after")
+        def _adds_up(self) -> Self:
+            for name in self.ranges:
+                low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+                if low > high:
+                    raise ValueError(
+                        f"min_{name} is {low} but max_{name} is {high}: nothing lies between them. Lower min_{name}."
+                    )
+            check_wording(self.wording, *(f"{{{place}}}" for place in self.places))
+            return self
+
+        def posed(self, **facts: str) -> str:
+            """The question, with each of `facts` in its place."""
+            question = self.wording
+            for place, text in facts.items():
+                question = question.replace(f"{{{place}}}", text)
+            return question
+
+    config: Config
     is_endless = True
     too_narrow: ClassVar[str]
     """What the draws lack where hardly any is a task of the split, and what would help."""
@@ -60,9 +88,10 @@ class ArithmeticTasks(GeneratedTasks):
     is 48*37 in training when 37*48 is in the test.
     """
 
-    class Config(TaskSource.Config):
+    class Config(GeneratedTasks.Config):
         """How large the expressions are."""
 
+        places, ranges = ("expression",), ("digits",)
         num_terms: int = Field(default=3, ge=2, le=10, description="Operands of an expression.")
         min_digits: int = Field(default=1, ge=1, le=12, description="Fewest digits of an operand.")
         max_digits: int = Field(default=2, ge=1, le=12, description="Most digits of an operand.")
@@ -70,12 +99,6 @@ class ArithmeticTasks(GeneratedTasks):
             default=("+", "-", "*"), min_length=1, description="Operators that expressions are made of."
         )
         wording: str = Field(default="What is {expression}?", description="The question, with {expression} once.")
-
-        @model_validator(mode="after")
-        def _adds_up(self) -> Self:
-            check_ranges(self, "digits")
-            check_wording(self.wording, "{expression}")
-            return self
 
     config: Config
 
@@ -88,7 +111,7 @@ class ArithmeticTasks(GeneratedTasks):
         expression, value = self._expression(draw, operands)
         return Task(
             id=f"arithmetic/{expression}",
-            question=self.config.wording.replace("{expression}", expression),
+            question=self.config.posed(expression=expression),
             answer=str(value),
             source=f"arithmetic/{self.split}",
             facts={"expression": expression},
@@ -132,9 +155,10 @@ class CountdownTasks(GeneratedTasks):
     in training when 25, 3, 7 is in the test. The solution is the task's answer; any other that fits is as good.
     """
 
-    class Config(TaskSource.Config):
+    class Config(GeneratedTasks.Config):
         """More and larger numbers are harder."""
 
+        places, ranges = ("numbers", "target"), ("numbers", "target")
         # Countdown-Tasks-3to4 (Pan et al., 2025) has three or four numbers.
         min_numbers: int = Field(default=3, ge=2, le=10, description="Fewest numbers of a task.")
         max_numbers: int = Field(default=4, ge=2, le=10, description="Most numbers of a task.")
@@ -145,12 +169,6 @@ class CountdownTasks(GeneratedTasks):
             default=("+", "-", "*", "/"), min_length=1, description="Operators of the solution that each task is made from."
         )
         wording: str = Field(default=COUNTDOWN_WORDING, description="The question, with {numbers} and {target} once each.")
-
-        @model_validator(mode="after")
-        def _adds_up(self) -> Self:
-            check_ranges(self, "numbers", "target")
-            check_wording(self.wording, "{numbers}", "{target}")
-            return self
 
     config: Config
 
@@ -176,7 +194,7 @@ class CountdownTasks(GeneratedTasks):
         shown, target = ", ".join(map(str, numbers)), str(solution.value)
         return Task(
             id=f"countdown/{target}/{'-'.join(map(str, numbers))}",
-            question=self.config.wording.replace("{numbers}", shown).replace("{target}", target),
+            question=self.config.posed(numbers=shown, target=target),
             answer=solution.text,
             source=f"countdown/{self.split}",
             facts={"numbers": shown, "target": target, "operators": "".join(self.config.operators)},
@@ -253,18 +271,13 @@ class KnightsTasks(GeneratedTasks):
     A hash of what is said, whatever the names, decides to which split a puzzle belongs.
     """
 
-    class Config(TaskSource.Config):
+    class Config(GeneratedTasks.Config):
         """How many people there are."""
 
+        places, ranges = ("statements",), ("people",)
         min_people: int = Field(default=2, ge=2, le=8, description="Fewest people of a puzzle.")
         max_people: int = Field(default=4, ge=2, le=8, description="Most people of a puzzle.")
         wording: str = Field(default=KNIGHTS_WORDING, description="The question, with {statements} once.")
-
-        @model_validator(mode="after")
-        def _adds_up(self) -> Self:
-            check_ranges(self, "people")
-            check_wording(self.wording, "{statements}")
-            return self
 
     config: Config
 
@@ -283,7 +296,7 @@ class KnightsTasks(GeneratedTasks):
         knights = sorted(name for name, is_knight in zip(names, world, strict=True) if is_knight)
         return Task(
             id=f"knights/{_digest(said):016x}/{'-'.join(names)}",
-            question=self.config.wording.replace("{statements}", " ".join(lines)),
+            question=self.config.posed(statements=" ".join(lines)),
             answer=", ".join(knights) or "none",
             source=f"knights/{self.split}",
             facts={"num_people": str(len(names))},

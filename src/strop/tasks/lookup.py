@@ -15,15 +15,15 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from strop.errors import TaskError
 from strop.run_directory import shortened
 from strop.tasks.files import Rows, read_rows
 from strop.tasks.generated import GeneratedTasks
-from strop.tasks.protocol import Split, TaskSource, check_wording
+from strop.tasks.protocol import Split
 from strop.types import Task, derive_seed
 
 _MIN_OPERAND, _MAX_OPERAND = 10, 99
@@ -46,9 +46,10 @@ class LookupTasks(GeneratedTasks):
     A hash of its subject decides to which split a problem belongs: with no seed does a subject of the test occur in training.
     """
 
-    class Config(TaskSource.Config):
+    class Config(GeneratedTasks.Config):
         """Where the numbers are, and what is computed with them."""
 
+        places = ("attribute", "subject", "operation")
         path: Path = Field(description="The corpus: a .jsonl file, which the search tool reads too.")
         hops: int = Field(default=0, ge=0, le=10, description="Links to follow from the subject of the question to the number.")
         operators: tuple[Literal["+", "-", "*"], ...] = Field(
@@ -59,11 +60,6 @@ class LookupTasks(GeneratedTasks):
             default="What is the {attribute} of {subject}, then {operation}?",
             description="The question, with {attribute}, {subject} and {operation} once each.",
         )
-
-        @model_validator(mode="after")
-        def _adds_up(self) -> Self:
-            check_wording(self.wording, "{attribute}", "{subject}", "{operation}")
-            return self
 
     config: Config
 
@@ -100,13 +96,9 @@ class LookupTasks(GeneratedTasks):
             sign = draw.choice(self.config.operators)
             operand = draw.randint(_MIN_OPERAND, _MAX_OPERAND)
             operation, answer = f"{sign}{operand}", _OPERATIONS[sign](value, operand)
-        places = {"{attribute}": attribute, "{subject}": subject, "{operation}": operation}
-        question = self.config.wording
-        for place, text in places.items():
-            question = question.replace(place, text)
         return Task(
             id=f"lookup/{attribute}/{subject}/{operation}",
-            question=question,
+            question=self.config.posed(attribute=attribute, subject=subject, operation=operation),
             answer=str(answer),
             source=f"lookup/{self.split}",
             facts={"subject": subject, "attribute": attribute, "value": str(value), "operation": operation},

@@ -13,7 +13,6 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from strop import user_code
-from strop.config import Config
 from strop.errors import TaskError
 from strop.registry import Component
 from strop.run_directory import shortened
@@ -139,14 +138,6 @@ def check_wording(wording: str, *places: str) -> None:
     for place in places:
         if wording.count(place) != 1:
             raise ValueError(f"wording is {shortened(repr(wording))}: it must hold {place} once, where it goes.")
-
-
-def check_ranges(config: Config, *names: str) -> None:
-    """Raises `ValueError` if `min_NAME` is larger than `max_NAME` for one of `names`."""
-    for name in names:
-        low, high = getattr(config, f"min_{name}"), getattr(config, f"max_{name}")
-        if low > high:
-            raise ValueError(f"min_{name} is {low} but max_{name} is {high}: nothing lies between them. Lower min_{name}.")
 
 
 class MixedTasks(TaskSource):

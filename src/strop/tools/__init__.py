@@ -1,19 +1,8 @@
 """What the policy may call: one tool a file."""
 
-from strop.tools.function import Function, FunctionTool, tool
+from strop.tools.function import tool
 from strop.tools.limits import open_tools
-from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
-from strop.tools.python import Python, PythonTool
+from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.tools.python import Python
 
-__all__ = [
-    "Function",
-    "FunctionTool",
-    "Python",
-    "PythonTool",
-    "Tool",
-    "ToolKind",
-    "ToolResult",
-    "ToolSpec",
-    "open_tools",
-    "tool",
-]
+__all__ = ["Python", "Tool", "ToolResult", "ToolSpec", "open_tools", "tool"]
