@@ -94,7 +94,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
     ".": 2291,  # 1400
-    "algorithms": 1983,
+    "algorithms": 1979,
     "analysis": 1027,  # 900
     "cluster": 1410,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1363,  # 2000 with doctor and cs336
@@ -112,8 +112,8 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "sandbox": 10682,  # 10500
     "simulation": 912,  # 900
     "stages": 6328,  # 3800
-    "tasks": 2875,  # 2200
-    "tools": 2401,  # 2000
+    "tasks": 2871,  # 2200
+    "tools": 2397,  # 2000
     "training": 5026,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 323  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_448  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_041  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 45_438  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_029  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -237,15 +237,11 @@ class GroupMethod(PolicyLoss):
         overlong_filter: bool = Field(False, description="Leave out rollouts that were cut off.")
 
         @model_validator(mode="after")
-        def _its_kl_stands_somewhere(self) -> Self:
+        def _has_no_key_without_effect(self) -> Self:
             if self.kl_coefficient == 0:
                 self._refuse("kl_in", "method.kl_coefficient is 0", "kl_coefficient = 0.001")
             if self.kl_in == "reward":
                 self._refuse("kl_estimator", "method.kl_in is 'reward', where the log-ratio itself stands", 'kl_in = "loss"')
-            return self
-
-        @model_validator(mode="after")
-        def _leaves_out_what_it_says(self) -> Self:
             if self.refill_rounds and not self.drop_tied:
                 raise ValueError(
                     f"method.refill_rounds is {self.refill_rounds}, which plays further tasks in place of groups"

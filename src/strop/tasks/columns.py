@@ -75,12 +75,8 @@ class Columns(TaskSource.Config):
         return self
 
     @model_validator(mode="after")
-    def _poses_the_question(self) -> Self:
+    def _poses_the_question_and_counts_steps(self) -> Self:
         check_wording(self.wording, "{question}")
-        return self
-
-    @model_validator(mode="after")
-    def _can_count_steps(self) -> Self:
         if self.max_solution_steps is not None and not self.answer_after and self.dataset is None:
             raise ValueError(
                 f"max_solution_steps is {self.max_solution_steps}, but without answer_after a row has no solution to count"

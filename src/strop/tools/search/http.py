@@ -13,8 +13,7 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
 import httpx2
@@ -126,7 +125,7 @@ def _language(query: str) -> str:
 
 
 class HttpSearch(Backend):
-    """Use as `async with`. Equal queries at the same time share one request.
+    """The caller closes it. Equal queries at the same time share one request.
 
     Raises:
         UserError: the environment variable of the key is not set.
@@ -140,12 +139,8 @@ class HttpSearch(Backend):
         self._requests: dict[tuple[str, int], asyncio.Task[str]] = {}
         self._client = PatientClient(config, max_pause_s=_MAX_PAUSE_S)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Cancel running requests."""
         requests = list(self._requests.values())
         for request in requests:
             request.cancel()

@@ -51,7 +51,8 @@ class Search(ToolKind):
             case KeptConfig() as config:
                 backend = KeptResults(config)
             case config:
-                backend = await stack.enter_async_context(HttpSearch(config))
+                backend = service = HttpSearch(config)
+                stack.push_async_callback(service.close)
         return [SearchTool(backend, self.config, name=self.config.name or key.rpartition(".")[2])]
 
 
