@@ -32,14 +32,14 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 }
 
 
-class _Keys(Config):
+class _BoxKeys(Config):
     needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")
 
 
 class Expression(AnswerPart):
     """Reads the expression; two are the same only if their texts are."""
 
-    class Config(AnswerPart.Config, _Keys):
+    class Config(AnswerPart.Config, _BoxKeys):
         """Where the expression is."""
 
     config: Config
@@ -71,7 +71,7 @@ class CountdownReward(AnswerReward):
     A truncated trajectory has no answer.
     """
 
-    class Config(AnswerReward.Config, _Keys):
+    class Config(AnswerReward.Config, _BoxKeys):
         """The answer is an expression of the task's numbers, judged by its value."""
 
         parts = ("accuracy", "valid", "format", "called")

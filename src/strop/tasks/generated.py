@@ -37,7 +37,7 @@ class GeneratedTasks(TaskSource):
         """Of the wording, each once."""
         ranges: ClassVar[tuple[str, ...]] = ()
         """Names of which there are `min_NAME` and `max_NAME`."""
-        wording: str
+        wording: str = Field(description="The question, with each of its places once.")
 
         @model_validator(mode="after")
         def _adds_up(self) -> Self:
