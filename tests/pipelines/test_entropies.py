@@ -65,7 +65,8 @@ def test_they_are_curves_and_can_be_analysed(scored):
     trained = [each for step in (1, 2) for each in records(scored, step).values() if each["is_kept"]]
     assert analysis.total.num_rollouts == len(trained)
     total = sum(sum(each["entropies"]) for each in trained)
-    assert analysis.total.all_tokens.entropy_sum == pytest.approx(total)
+    tokens = analysis.total.all_tokens
+    assert tokens.entropy_nats * tokens.num_tokens == pytest.approx(total)
 
 
 def test_without_the_key_nothing_is_scored_and_the_analysis_names_it(tmp_path):
