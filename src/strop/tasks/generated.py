@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -37,7 +37,8 @@ class GeneratedTasks(TaskSource):
         """Of the wording, each once."""
         ranges: ClassVar[tuple[str, ...]] = ()
         """Names of which there are `min_NAME` and `max_NAME`."""
-        wording: str = Field(description="The question, with each of its places once.")
+        if TYPE_CHECKING:
+            wording: str  # a key of each kind, which has its own place among the others
 
         @model_validator(mode="after")
         def _adds_up(self) -> Self:
