@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from strop.training.batch import Read, Waves, lay_out
 from strop.training.cpu import kernels as kernels_module
-from strop.training.cpu.attention import _Reads
-from strop.training.cpu.kernels import attention_kernels, elementwise_kernels
-from strop.training.cpu.lean_layers import gated, rms_norm
+from strop.training.cpu.attention import _Reads, attention_kernels
+from strop.training.cpu.lean_layers import elementwise_kernels, gated, rms_norm
 from strop.training.logprobs import head_logprobs
 
 
@@ -166,13 +165,13 @@ def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkey
         text = kernels_module._SOURCE.read_text()
         assert right in text
         source.write_text(text.replace(right, wrong))
-        kernels_module._compiled.cache_clear()
+        kernels_module.compiled.cache_clear()
         try:
             with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
                 patched.setattr(kernels_module, "_SOURCE", source)
                 by_torch = outputs_and_gradients(heads, layout)
         finally:
-            kernels_module._compiled.cache_clear()
+            kernels_module.compiled.cache_clear()
         assert "differ from torch" in caplog.text
         assert_near(by_torch, [each.float() for each in expected])
         caplog.clear()
@@ -219,7 +218,7 @@ def test_the_head_s_gradients_are_torch_s(kernels, monkeypatch, of_logprobs, of_
     results = []
     for is_compiled in (True, False):
         if not is_compiled:
-            monkeypatch.setattr("strop.training.logprobs.head_kernels", lambda *of_logits: None)
+            monkeypatch.setattr("strop.training.logprobs.compiled", lambda: None)
         hidden, weight = (each.clone().requires_grad_() for each in inputs)
         logprobs, entropies = head_logprobs(hidden, weight, None, targets, temperature=0.7, max_logits=32 * 83)
         weighted = [factor * each for factor, each in ((of_logprobs, logprobs), (of_entropies, entropies)) if factor]
@@ -233,8 +232,7 @@ _FIRST_USES = """
 import os
 import torch
 from torch.utils.checkpoint import checkpoint
-from strop.training.cpu.kernels import elementwise_kernels
-from strop.training.cpu.lean_layers import rms_norm
+from strop.training.cpu.lean_layers import elementwise_kernels, rms_norm
 
 inputs, weight = torch.randn(4, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.training.batch import UNIT, lay_out
-from strop.training.cpu.kernels import Kernels, head_kernels
+from strop.training.cpu.kernels import Kernels, compiled
 from strop.training.weights import embed, gradient_sum
 
 if TYPE_CHECKING:
@@ -309,8 +309,8 @@ class _Logits:
 
     def _kernels(self) -> Kernels | None:
         """What goes through them once, where nothing is banned and nothing added."""
-        is_plain = self.bias is None and self.banned is None
-        return head_kernels(self.matrix.dtype, self.matrix.device) if is_plain else None
+        fits = self.matrix.dtype is torch.bfloat16 and self.matrix.device.type == "cpu"
+        return compiled() if fits and self.bias is None and self.banned is None else None
 
     def chunks(self, hidden: Tensor, last: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Of each `chunk` positions (the first may have fewer), which they are and their logits, overwritten by the next ones'.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from strop.errors import ModelError
 from strop.training.batch import Piece, RowLayout
-from strop.training.cpu.kernels import attention_kernels
+from strop.training.cpu.kernels import MAX_DIM, PAIRED, Kernels, compiled
 
 if TYPE_CHECKING:
     import transformers
@@ -116,6 +116,19 @@ class _Kept(AbstractContextManager[None]):
 
 
 _CURRENT: ContextVar[_Kept | None] = ContextVar("kept attention", default=None)
+
+
+def attention_kernels(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
+    """The compiled attention, if it is made for such heads and this machine can have it."""
+    dim = query.shape[-1]
+    fits = (
+        all(each.dtype is torch.bfloat16 and each.device.type == "cpu" for each in (query, key, value))
+        and dim == value.shape[-1]
+        and dim % PAIRED == 0
+        and dim <= MAX_DIM
+        and query.shape[1] % key.shape[1] == 0
+    )
+    return compiled() if fits else None
 
 
 class _Reads(torch.autograd.Function):

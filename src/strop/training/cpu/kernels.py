@@ -19,7 +19,7 @@ from strop.engine.torch.cpu.compiled import proven
 from strop.training.batch import Read, Waves
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_LANES, _PAIRED, _MAX_DIM, _ROWS_AT_ONCE = 16, 32, 256, 64  # of avx512.h and kernels.c
+LANES, PAIRED, MAX_DIM, _ROWS_AT_ONCE = 16, 32, 256, 64  # of avx512.h and kernels.c
 _INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -54,21 +54,8 @@ class Kernels:
         out = _floats(1, num_tokens, num_heads, dim)
         normalizers = _floats(1, num_heads, num_tokens)
         scratch = _scratch(self._scratch_bytes(dim, _most_keys(waves)))
-        strides = [_strides(heads) for heads in (query, key, value)]
-        self._attend(
-            *_what_is_read(waves, scratch, query, key),
-            query.data_ptr(),
-            strides[0],
-            key.data_ptr(),
-            strides[1],
-            value.data_ptr(),
-            strides[2],
-            scale,
-            out.data_ptr(),
-            normalizers.data_ptr(),
-            scratch.data_ptr(),
-            scratch.shape[1],
-        )
+        what = _what_is_read(waves, scratch, query, key)
+        self._attend(*what, *_heads(query, key, value), scale, *_places(out, normalizers, scratch), scratch.shape[1])
         return out.to(query.dtype), normalizers
 
     def attend_backward(
@@ -85,18 +72,11 @@ class Kernels:
         """Gradients of query, key and value, bfloat16, from that of `outputs`, both (1, T, H, D)."""
         outputs, to_outputs = outputs.transpose(1, 2), to_outputs.transpose(1, 2)
         heads = [_whole_heads(each) for each in (query, key, value, outputs, to_outputs)]
-        places = [place for each in heads for place in (each.data_ptr(), _strides(each))]
         gradients = [_floats(*each.shape) for each in (query, key, value)]
         scratch = _scratch(self._backward_scratch_bytes(query.shape[-1], _most_keys(waves)))
-        self._backward(
-            *_what_is_read(waves, scratch, query, key),
-            *places,
-            normalizers.data_ptr(),
-            scale,
-            *(each.data_ptr() for each in gradients),
-            scratch.data_ptr(),
-            scratch.shape[1],
-        )
+        what = _what_is_read(waves, scratch, query, key)
+        places = _places(*gradients, scratch)
+        self._backward(*what, *_heads(*heads), normalizers.data_ptr(), scale, *places, scratch.shape[1])
         of_query, of_key, of_value = (each.to(query.dtype) for each in gradients)
         return of_query, of_key, of_value
 
@@ -104,16 +84,8 @@ class Kernels:
         """weight * x / rms(x) over the last dimension, the second factor rounded; and 1 / rms(x), float32 (...)."""
         inputs, weight = inputs.contiguous(), weight.contiguous()
         normed, scales = torch.empty_like(inputs), _floats(*inputs.shape[:-1])
-        self._norm(
-            torch.get_num_threads(),
-            scales.numel(),
-            inputs.shape[-1],
-            inputs.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            normed.data_ptr(),
-            scales.data_ptr(),
-        )
+        shape = scales.numel(), inputs.shape[-1]
+        self._norm(torch.get_num_threads(), *shape, *_places(inputs, weight), eps, *_places(normed, scales))
         return normed, scales
 
     def norm_backward(self, inputs: Tensor, weight: Tensor, scales: Tensor, to_normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +93,7 @@ class Kernels:
         inputs, weight, to_normed = inputs.contiguous(), weight.contiguous(), to_normed.contiguous()
         num_rows, width = scales.numel(), inputs.shape[-1]
         of_inputs, of_weight = torch.empty_like(inputs), _floats(-(-num_rows // _ROWS_AT_ONCE), width)
-        places = (each.data_ptr() for each in (inputs, weight, scales, to_normed, of_inputs, of_weight))
+        places = _places(inputs, weight, scales, to_normed, of_inputs, of_weight)
         self._norm_backward(torch.get_num_threads(), num_rows, width, *places)
         return of_inputs, of_weight.sum(0)
 
@@ -129,15 +101,14 @@ class Kernels:
         """silu(gate) * up, the first factor rounded."""
         gate, up = gate.contiguous(), up.contiguous()
         gated = torch.empty_like(gate)
-        self._gate(torch.get_num_threads(), gate.numel(), *(each.data_ptr() for each in (gate, up, gated)))
+        self._gate(torch.get_num_threads(), gate.numel(), *_places(gate, up, gated))
         return gated
 
     def gate_backward(self, gate: Tensor, up: Tensor, to_gated: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up."""
         gate, up, to_gated = gate.contiguous(), up.contiguous(), to_gated.contiguous()
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        places = (each.data_ptr() for each in (gate, up, to_gated, of_gate, of_up))
-        self._gate_backward(torch.get_num_threads(), gate.numel(), *places)
+        self._gate_backward(torch.get_num_threads(), gate.numel(), *_places(gate, up, to_gated, of_gate, of_up))
         return of_gate, of_up
 
     def head(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +119,7 @@ class Kernels:
             worst = int(targets[is_outside][0])
             raise IndexError(f"token id {worst} is none of the {logits.shape[1]} that the model's head knows")
         figures = _floats(3, len(logits))
-        places = (each.data_ptr() for each in (targets, *figures))
+        places = _places(targets, *figures)
         self._head(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
         logprobs, entropies, normalizers = figures
         return logprobs, entropies, normalizers
@@ -165,38 +136,12 @@ class Kernels:
     ) -> None:
         """Put the gradient of (m, V) logits in their place; those of log-probs and entropies are times -1 / temperature."""
         columns = [each.contiguous() for each in (targets, normalizers, entropies, to_logprobs, to_entropies)]
-        places = (each.data_ptr() for each in columns)
-        self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
-
-
-def attention_kernels(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
-    """The compiled attention, if it is made for such heads and this machine can have it."""
-    dim = query.shape[-1]
-    fits = (
-        all(each.dtype is torch.bfloat16 and each.device.type == "cpu" for each in (query, key, value))
-        and dim == value.shape[-1]
-        and dim % _PAIRED == 0
-        and dim <= _MAX_DIM
-        and query.shape[1] % key.shape[1] == 0
-    )
-    return _compiled() if fits else None
-
-
-def elementwise_kernels(*inputs: Tensor) -> Kernels | None:
-    """The compiled norms and gates, if they are made for such inputs, all of one width, and this machine can have them."""
-    fits = all(
-        each.dtype is torch.bfloat16 and each.device.type == "cpu" and each.shape[-1] == inputs[0].shape[-1] for each in inputs
-    )
-    return _compiled() if fits and inputs[0].shape[-1] % _LANES == 0 else None
-
-
-def head_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The compiled functions over logits, if they are made for these and this machine can have them."""
-    return _compiled() if dtype is torch.bfloat16 and device.type == "cpu" else None
+        self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *_places(*columns))
 
 
 @cache
-def _compiled() -> Kernels | None:
+def compiled() -> Kernels | None:
+    """The compiled functions, if this machine can have them."""
     return proven(_SOURCE, Kernels, _is_proven)
 
 
@@ -205,8 +150,13 @@ def _whole_heads(heads: Tensor) -> Tensor:
     return heads if heads.stride(-1) == 1 and all(each % 2 == 0 for each in heads.stride()[1:3]) else heads.contiguous()
 
 
-def _strides(heads: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    return (_INT * 2)(heads.stride(1), heads.stride(2))
+def _heads(*heads: Tensor) -> list[int | ctypes.Array[ctypes.c_int64]]:
+    """Of each where it lies, and its strides."""
+    return [part for each in heads for part in (each.data_ptr(), (_INT * 2)(each.stride(1), each.stride(2)))]
+
+
+def _places(*tensors: Tensor) -> list[int]:
+    return [each.data_ptr() for each in tensors]
 
 
 def _what_is_read(waves: Waves, scratch: Tensor, query: Tensor, key: Tensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.training.cpu.kernels import elementwise_kernels
+from strop.training.cpu.kernels import LANES, Kernels, compiled
 
 if TYPE_CHECKING:
     import transformers
@@ -31,6 +31,14 @@ def use_lean_layers(model: transformers.PreTrainedModel) -> None:
             module.forward = partial(_norm, module, type(module).forward)
         elif type(module).__name__ in _UNITS and module.config.hidden_act == "silu":
             module.forward = partial(_unit, module, type(module).forward)
+
+
+def elementwise_kernels(*inputs: Tensor) -> Kernels | None:
+    """The compiled norms and gates, if they are made for such inputs, all of one width, and this machine can have them."""
+    fits = all(
+        each.dtype is torch.bfloat16 and each.device.type == "cpu" and each.shape[-1] == inputs[0].shape[-1] for each in inputs
+    )
+    return compiled() if fits and inputs[0].shape[-1] % LANES == 0 else None
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:

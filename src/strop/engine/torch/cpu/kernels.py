@@ -60,25 +60,9 @@ class Kernels:
         out = qkv.new_empty(len(qkv), width)
         if num_tokens < len(qkv):
             out[num_tokens:] = 0
-        self._attend(
-            torch.get_num_threads(),
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block,
-            keys.stride(0),
-            qkv.shape[1],
-            qkv.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            slots.data_ptr(),
-            lengths.data_ptr(),
-            lenders.data_ptr(),
-            lent.data_ptr(),
-            head_dim**-0.5,
-            out.data_ptr(),
-        )
+        sizes = num_tokens, num_heads, num_kv_heads, head_dim, block, keys.stride(0), qkv.shape[1]
+        places = _places(qkv, keys, values, slots, lengths, lenders, lent)
+        self._attend(torch.get_num_threads(), *sizes, *places, head_dim**-0.5, out.data_ptr())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,27 +93,13 @@ class Kernels:
             norms: the weights of the norms of queries and keys, (head_dim,), where there are any.
         """
         _, _, num_kv_heads, block, head_dim = keys.shape
-        cosines, sines = tables
-        q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in norms)
-        self._place(
-            torch.get_num_threads(),
-            len(slots),
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block,
-            keys.stride(0),
-            qkv.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            q_norm,
-            k_norm,
-            eps,
-            slots.data_ptr(),
-            positions.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-        )
+        sizes = len(slots), num_heads, num_kv_heads, head_dim, block, keys.stride(0)
+        given, written = _places(qkv, *tables, *norms), _places(slots, positions, keys, values)
+        self._place(torch.get_num_threads(), *sizes, *given, eps, *written)
+
+
+def _places(*tensors: Tensor | None) -> list[int | None]:
+    return [None if each is None else each.data_ptr() for each in tensors]
 
 
 def kernels_for(
