@@ -93,7 +93,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2291,  # 1400
+    ".": 2289,  # 1400
     "algorithms": 1979,
     "analysis": 1027,  # 900
     "cluster": 1410,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
@@ -101,13 +101,13 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1261,
     "curation": 1460,  # 1600
     "doctor": 1649,
-    "engine": 6449,  # 6000
+    "engine": 6428,  # 6000
     "evaluation": 1603,  # 1400
     "pipeline": 1550,
     "recipe": 1073,
     "reports": 3329,  # 3500
     "rewards": 3512,  # 2600
-    "rollout": 5143,
+    "rollout": 5135,
     "runs": 684,
     "sandbox": 10682,  # 10500
     "simulation": 912,  # 900
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 323  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_377  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_971  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 45_355  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_940  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, TypeAlias, overload
@@ -160,8 +159,7 @@ class Completion:
     def __post_init__(self) -> None:
         """Keep the sequences in little memory: a step of a paper has tens of millions of tokens."""
         for name, kind in (("ids", shared_ids), ("logprobs", Floats), ("entropies", Floats)):
-            with suppress(TypeError):  # `check_completion` names what is wrong
-                object.__setattr__(self, name, kind(getattr(self, name)))
+            object.__setattr__(self, name, kind(getattr(self, name)))
 
     @property
     def policy_version(self) -> int:

@@ -91,7 +91,7 @@ def test_the_first_entropies_come_while_the_rest_is_sampled(play):
     async def scenario(engine):
         told = asyncio.get_running_loop().create_future()
         probe = Probe(num_tokens=3, tell=told.set_result)
-        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=150), probe=probe))
+        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=150, probe=probe)))
         entropies = await told
         assert not running.done()
         assert entropies == (await running).entropies[:3]
@@ -103,7 +103,7 @@ def test_a_probed_completion_may_be_cancelled_at_any_time(play):
     async def scenario(engine):
         for number in range(60):
             probe = Probe(num_tokens=2, tell=lambda entropies: None)
-            task = asyncio.create_task(engine.complete(make_request(f"{number}", [1], max_tokens=150), probe=probe))
+            task = asyncio.create_task(engine.complete(make_request(f"{number}", [1], max_tokens=150, probe=probe)))
             await asyncio.sleep(0.0002 * number)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,14 +109,14 @@ def test_the_first_entropies_are_told_while_the_rest_is_sampled(play):
             entropies.extend(said)
             told.set()
 
-        running = asyncio.create_task(engine.complete(request, probe=Probe(num_tokens=3, tell=tell)))
+        running = asyncio.create_task(engine.complete(replace(request, probe=Probe(num_tokens=3, tell=tell))))
         await told.wait()
         assert not running.done()
         branch = await engine.complete(make_request("branch", range(30), extends="a", at=30, seed=6))
         completion = await running
         assert tuple(entropies) == completion.entropies[:3]
         assert branch.cached_tokens == 29  # from a conversation that went on meanwhile
-        short = await engine.complete(make_request("b", [1], max_tokens=2), probe=Probe(num_tokens=3, tell=tell))
+        short = await engine.complete(make_request("b", [1], max_tokens=2, probe=Probe(num_tokens=3, tell=tell)))
         assert len(short.ids) == 2
         assert len(entropies) == 3  # it was not told of fewer
 
@@ -128,7 +129,7 @@ def test_nothing_is_told_of_a_completion_whose_caller_has_left(play):
         for number in range(60):
             left = []
             probe = Probe(num_tokens=2, tell=lambda entropies, left=left: late.append(entropies) if left else None)
-            task = asyncio.create_task(engine.complete(make_request(f"{number}", [1], max_tokens=150), probe=probe))
+            task = asyncio.create_task(engine.complete(make_request(f"{number}", [1], max_tokens=150, probe=probe)))
             await asyncio.sleep(0.0002 * number)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

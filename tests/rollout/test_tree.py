@@ -372,13 +372,9 @@ def test_a_parent_waits_for_no_branch_that_lost_their_engine():
         return FaultyEngine(calls_three_times, max_running=1)
 
     class Probed(FaultyEngine):
-        @property
-        def capabilities(self):
-            return replace(super().capabilities, can_probe=True)
-
-        async def complete(self, request, *, probe=None):
-            if probe is not None:
-                asyncio.get_running_loop().call_soon(probe.tell, (1.0,))
+        async def complete(self, request):
+            if request.probe is not None:
+                asyncio.get_running_loop().call_soon(request.probe.tell, (1.0,))
                 await asyncio.sleep(0.01)
             return await super().complete(request)
 

@@ -13,8 +13,9 @@ import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 
@@ -124,11 +125,12 @@ class ActorEngine:
     def policy_version(self) -> int:
         return self._policy_version
 
-    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         if self._doubt:
             raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
         asked_at = self._policy_version
+        probe = request.probe
         asking = self._call("complete", request) if probe is None else self._complete_probed(request, probe)
         completion: Completion = await asking
         try:
@@ -194,7 +196,7 @@ class ActorEngine:
 
         first = asyncio.create_task(tell_first())  # it is sent after the request
         try:
-            completion: Completion = await self._call("complete", request, number, probe.num_tokens)
+            completion: Completion = await self._call("complete", replace(request, probe=None), number, probe.num_tokens)
         finally:
             first.cancel()
         if not told and len(completion.entropies) >= probe.num_tokens:
@@ -224,7 +226,7 @@ class _HostedEngine:
     """What runs in the process."""
 
     def __init__(self, engine: InferenceEngine, vocab_size: int) -> None:
-        self._engine: Any = engine  # a probe is asked for only where it takes one
+        self._engine = engine
         self._vocab_size = vocab_size
         self._loading = asyncio.Lock()
         self._told: dict[int, asyncio.Future[tuple[float, ...]]] = {}
@@ -252,11 +254,11 @@ class _HostedEngine:
     async def complete(self, request: CompletionRequest, number: int = -1, num_probed: int = 0) -> Completion:
         with _naming_failures():
             if not num_probed:
-                return cast("Completion", await self._engine.complete(request))
+                return await self._engine.complete(request)
             told = self._told[number] = asyncio.get_running_loop().create_future()
             try:
                 probe = Probe(num_tokens=num_probed, tell=told.set_result)
-                return cast("Completion", await self._engine.complete(request, probe=probe))
+                return await self._engine.complete(replace(request, probe=probe))
             finally:
                 del self._told[number]
                 if not told.done():
@@ -267,7 +269,7 @@ class _HostedEngine:
         return await told if (told := self._told.get(number)) is not None else ()
 
     async def progress(self) -> int:
-        return cast("int", await self._engine.progress())
+        return await self._engine.progress()
 
     async def close(self) -> None:
         await self._engine.close()

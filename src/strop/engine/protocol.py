@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
-from strop.types import Completion, FinishReason, Floats
+from strop.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,18 @@ COPIED_AT_ONCE = 2**24  # bytes of a publication that are copied in one turn; ea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Asks for the entropies of a completion's first tokens while the rest is sampled.
+
+    An engine that can tell them earlier than the completion calls `tell` once, in the caller's thread, if the completion is
+    long enough; never after `complete` has returned or raised. Other engines ignore it.
+    """
+
+    num_tokens: int
+    tell: Callable[[tuple[float, ...]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
     """One completion to sample.
 
@@ -71,14 +83,7 @@ class CompletionRequest:
     at: int = 0
     entropies: Entropies = Entropies.ANY
     truncation: Truncation | None = None  # log-probs are of the truncated distribution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Asks for the entropies of a completion's first tokens while the rest is sampled."""
-
-    num_tokens: int
-    tell: Callable[[tuple[float, ...]], None]
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,6 @@ class Capabilities:
     can_fork: bool  # `extends` at any length, from several requests at once, without computing the prefix again
     entropies: Literal["full", "estimated"]  # of a request that needs them
     dtype: torch.dtype  # of its weights; published weights are cast to it first
-    can_probe: bool = False  # whether it is a `ProbedEngine`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +162,6 @@ class InferenceEngine(Protocol):
     async def close(self) -> None: ...
 
 
-class ProbedEngine(InferenceEngine, Protocol):
-    """An engine that tells of a completion while it samples it."""
-
-    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
-        """Sample one completion. `probe.tell` is called once, in the caller's thread, if the completion is long enough.
-
-        It is not called any more when `complete` has returned or raised.
-        """
-
-
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
     """Return a digest of names, shapes, dtypes and bytes. The order of `tensors` does not matter."""
     return checksum_of(digests_of(tensors))
@@ -204,7 +198,6 @@ def _digest(name: str, tensor: torch.Tensor) -> bytes:
 
 LOWEST_TEMPERATURE = 0.01  # servers raise a lower one to it, or to their own; at 1e-38 a logit over it is no float32 any more
 _ROUNDING_NATS = 1e-4  # by which the logarithm of a probability may come out above 0
-_TYPES = {"ids": int, "logprobs": float, "is_forced": bool, "entropies": float}
 
 
 def check_request(request: CompletionRequest, *, max_length: int) -> None:
@@ -284,25 +277,8 @@ def check_completion(
         newest: of those that were published while it was sampled. Default: none were.
     """
     versions = None if policy_version is None else (policy_version, policy_version if newest is None else newest)
-    faults = itertools.chain(_wrong_types(completion), _faults(request, completion, vocab_size, versions))
-    if fault := next(faults, None):
+    if fault := next(_faults(request, completion, vocab_size, versions), None):
         raise EngineLost(f"the engine returned an invalid completion: the completion of request {request.id} {fault}.")
-
-
-def _wrong_types(completion: Completion) -> Iterator[str]:
-    """Yield fields of a wrong type, which the other checks could not compare."""
-    for name, kind in _TYPES.items():
-        figures = getattr(completion, name)
-        if not isinstance(figures, tuple | Floats):
-            yield f"has {figures!r} as {name}, which is no tuple"
-        elif not set(map(type, figures)) <= {kind}:
-            place = next(index for index, each in enumerate(figures) if type(each) is not kind)
-            yield f"has {name} {figures[place]!r} at position {place}, which is no {kind.__name__}"
-    if type(completion.cached_tokens) is not int:
-        yield f"has {completion.cached_tokens!r} as cached_tokens, which is no int"
-    spans = completion.spans
-    if type(spans) is not tuple or any(tuple(map(type, span)) != (int, int) for span in spans):
-        yield f"has {spans!r} as spans, which are no pairs of a policy version and a number of tokens"
 
 
 def _faults(

@@ -288,7 +288,13 @@ class Player:
     async def _complete(
         self, lease: Lease, past: Past, num_left: int, environment: Environment, *, seed: int, forking: Forking | None
     ) -> Completion:
-        key, turn = lease.key, len(past.turns)
+        key, turn, probe = lease.key, len(past.turns), None
+        if forking is not None and self.branching is not None:
+
+            def tell(entropies: tuple[float, ...]) -> None:
+                forking.decide(lease, past, entropies, environment)
+
+            probe = Probe(num_tokens=self.branching.num_awaited, tell=tell)
         request = CompletionRequest(
             id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{turn}",
             ids=past.ids,
@@ -300,17 +306,13 @@ class Player:
             min_tokens=min(self.sampling.min_tokens, num_left),
             entropies=Entropies.ANY if self.branching is None else self.branching.config.entropies,
             truncation=self.sampling.truncation,
+            probe=probe,
         )
-        if forking is None or self.branching is None:
-            return await lease.complete(request)
-
-        def tell(entropies: tuple[float, ...]) -> None:
-            forking.decide(lease, past, entropies, environment)
-
         try:
-            return await lease.complete(request, probe=Probe(num_tokens=self.branching.num_awaited, tell=tell))
+            return await lease.complete(request)
         finally:
-            await forking.settle()
+            if forking is not None:
+                await forking.settle()
 
     def _check_prompt(self, task: Task, length: int, max_request_tokens: int | None) -> None:
         if max_request_tokens is not None and length + self.sampling.max_tokens > max_request_tokens:

@@ -70,7 +70,7 @@ def test_a_branch_goes_on_from_what_its_parent_holds_and_waits_where_that_has_no
             def branch(entropies):
                 leases.extend(lease.branch(key, max_tokens=12) for key in (first, second))
 
-            await lease.complete(turn(parent, context), probe=Probe(num_tokens=1, tell=branch))
+            await lease.complete(replace(turn(parent, context), probe=Probe(num_tokens=1, tell=branch)))
             forked, later = leases  # the second is a third conversation, where two fit
             waiting = asyncio.ensure_future(later.complete(turn(second, context)))
             other = await forked.complete(turn(first, context))
@@ -98,14 +98,10 @@ def test_what_a_probe_raises_ends_the_turn_and_after_the_turn_it_is_told_nothing
 
         late = None
 
-        @property
-        def capabilities(self):
-            return replace(super().capabilities, can_probe=True)
-
-        async def complete(self, request, *, probe=None):
-            Telling.late = probe
+        async def complete(self, request):
+            Telling.late = request.probe
             if is_early:
-                asyncio.get_running_loop().call_soon(probe.tell, (0.5,))
+                asyncio.get_running_loop().call_soon(request.probe.tell, (0.5,))
                 await asyncio.sleep(0)
             return await super().complete(request)
 
@@ -118,9 +114,12 @@ def test_what_a_probe_raises_ends_the_turn_and_after_the_turn_it_is_told_nothing
 
         async with pool_of(Telling(max_running=2)).batch() as batch:
             lease = await batch.offer(RolloutKey(task_index=0, attempt=0), (1, 2, 3), max_tokens=MAX_TOKENS)
-            request = CompletionRequest(id="a", ids=(1, 2, 3), max_tokens=12, stop_ids=frozenset({9}), temperature=1.0, seed=5)
+            probe, stop_ids = Probe(num_tokens=1, tell=refuse), frozenset({9})
+            request = CompletionRequest(
+                id="a", ids=(1, 2, 3), max_tokens=12, stop_ids=stop_ids, temperature=1.0, seed=5, probe=probe
+            )
             with pytest.raises(UserError, match="no branches here"):
-                await lease.complete(request, probe=Probe(num_tokens=1, tell=refuse))
+                await lease.complete(request)
             Telling.late.tell((0.5,))
             assert len(told) == 1
             lease.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.engine.config import EngineConfig
-from strop.engine.protocol import CompletionRequest, Entropies, Probe, check_prefix
+from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes
 from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
@@ -33,7 +33,6 @@ class Job:
     request: CompletionRequest
     future: Future[Completion]
     uniforms: list[float]
-    probe: Probe | None = None  # `tell` is called in the worker's thread
     awaits: Awaited | None = None  # columns that another conversation is about to compute
     cached_tokens: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)  # of older weights
@@ -322,8 +321,8 @@ class Batch:
             job.ids.append(token)
             job.logprobs.append(logprob)
             job.entropies.append(entropy)
-            if job.probe is not None and job.probe.num_tokens == len(job.ids):
-                job.probe.tell(tuple(job.entropies))
+            if (probe := job.request.probe) is not None and probe.num_tokens == len(job.ids):
+                probe.tell(tuple(job.entropies))
             conversation.num_computed += 1
             conversation.ids.append(token)
             if finish_reason := self._finish_reason(job, token):

@@ -18,6 +18,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,6 @@ class TorchEngine:
             can_fork=True,
             entropies="full",
             dtype=self._dtype,
-            can_probe=True,
         )
 
     @property
@@ -120,16 +120,19 @@ class TorchEngine:
         """Yield the weights under the names of `transformers`. Do not write to them: the engine then refuses to sample."""
         return self._decoder.weights.named_parameters()
 
-    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
-        """See `ProbedEngine.complete`.
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """See `InferenceEngine.complete`.
 
         Raises:
             UserError: a stop string, but the engine has no detokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
         self._check(request)
-        caller = None if probe is None else _Caller(probe)
-        future = self._worker.submit(request, None if caller is None else caller.probe)
+        caller = None
+        if request.probe is not None:
+            caller = _Caller(request.probe)
+            request = replace(request, probe=caller.probe)
+        future = self._worker.submit(request)
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -249,10 +252,9 @@ class Worker:
         """Whether the recipe asks for it and the measurement with the first weights confirmed it."""
         return self._config.deterministic and (self.batch.sizes.is_invariant or not self._is_calibrated)
 
-    def submit(self, request: CompletionRequest, probe: Probe | None) -> Future[Completion]:
+    def submit(self, request: CompletionRequest) -> Future[Completion]:
         """Queue a request. Cancel it by `Batch.abandon`, with the future that this returned."""
-        drawn = uniforms(request.seed, request.max_tokens)
-        job = Job(request=request, future=Future(), uniforms=drawn, probe=probe)
+        job = Job(request=request, future=Future(), uniforms=uniforms(request.seed, request.max_tokens))
         self._track(job.future)
         self.tell(partial(self.batch.arrive, job))
         return job.future

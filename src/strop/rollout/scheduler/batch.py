@@ -183,7 +183,7 @@ class RolloutBatch:
 
     # For leases.
 
-    async def complete(self, engine: PooledEngine, request: CompletionRequest, probe: Probe | None) -> Completion:
+    async def complete(self, engine: PooledEngine, request: CompletionRequest) -> Completion:
         """Ask an engine for a completion.
 
         Raises:
@@ -195,9 +195,7 @@ class RolloutBatch:
         if (num_lost := self._num_lost_over[request.id]) >= max(2, self._pool.config.max_replacements):
             raise MachineError(f"{num_lost} engines were lost over request {request.id}; no other engine is asked.")
         try:
-            completion = await engine.complete(
-                request, version=pool.oldest_version, newest=lambda: pool.policy_version, probe=probe
-            )
+            completion = await engine.complete(request, version=pool.oldest_version, newest=lambda: pool.policy_version)
         except EngineLost as error:
             if not engine.loss:
                 self._num_lost_over[request.id] += 1
@@ -299,24 +297,23 @@ class Lease:
         """Whether no engine is granted for the next turn."""
         return self._run is None
 
-    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
 
-        If an engine is lost, another one samples the turn again from the same seed.
-
-        Args:
-            probe: called once, with all entropies if there are fewer; `branch` then forks before the completion.
+        If an engine is lost, another one samples the turn again from the same seed. The probe of the request is called once,
+        with all entropies if there are fewer; `branch` then forks before the completion.
 
         Raises:
             EngineLost: no engine is left.
             MachineError: several engines were lost over this turn.
         """
-        once = None if probe is None else _Once(probe)
+        if request.probe is None:
+            return await self._complete(request, None)
+        once = _Once(request.probe)
         try:
-            return await self._complete(request, once)
+            return await self._complete(replace(request, probe=once.probe), once)
         finally:
-            if once is not None:
-                once.close()
+            once.close()
 
     async def _complete(self, request: CompletionRequest, once: _Once | None) -> Completion:
         batch = self._batch
@@ -330,7 +327,7 @@ class Lease:
                 extended = replace(request, extends=before.request_id, at=num_known)
             self._prefix, self._num_known = _Prefix(engine, request.id, is_own=True), len(request.ids)
             try:
-                completion = await batch.complete(engine, extended, None if once is None else once.probe)
+                completion = await batch.complete(engine, extended)
             except EngineRemovedError:
                 self._prefix = None
                 self.is_independent.set()

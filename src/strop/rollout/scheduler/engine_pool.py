@@ -7,15 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from strop.engine.protocol import (
     Capabilities,
     Capacity,
     CompletionRequest,
     InferenceEngine,
-    Probe,
-    ProbedEngine,
     TakesWeights,
     check_completion,
 )
@@ -305,10 +303,8 @@ class PooledEngine:
         has_slots = self.spec.block_tokens == self.spec.max_tokens
         return 1 if has_slots else self.spec.block_tokens
 
-    async def complete(
-        self, request: CompletionRequest, *, version: int, newest: Callable[[], int], probe: Probe | None = None
-    ) -> Completion:
-        """Return a completion from the weights of `version` up to the `newest`. `probe` is called meanwhile if the engine can.
+    async def complete(self, request: CompletionRequest, *, version: int, newest: Callable[[], int]) -> Completion:
+        """Return a completion from the weights of `version` up to the `newest`.
 
         Raises:
             EngineLost: the engine died, hangs or failed, or its answer is invalid.
@@ -316,10 +312,7 @@ class PooledEngine:
         """
         if self.loss:
             raise EngineRemovedError(self.loss)
-        if probe is not None and self.capabilities.can_probe:
-            asked = self.start(cast("ProbedEngine", self.engine).complete(request, probe=probe))
-        else:
-            asked = self.start(self.engine.complete(request))
+        asked = self.start(self.engine.complete(request))
         try:
             await self._wait_for(asked, request)
             if self.loss:
