@@ -29,7 +29,7 @@ class Entropies(StrEnum):
     """What a completion reports of the entropy of each sampled token."""
 
     ANY = "any"  # the whole distribution's from an engine that has it at no cost, none from others
-    FULL = "full"  # of the whole distribution; a server estimates it, see `strop.engine.servers.entropies`
+    FULL = "full"  # of the whole distribution; a server estimates it, see `strop.engine.servers.server.entropy_of`
     TOP10 = "top10"  # the sum of -p log p over the `NUM_LIKELIEST` likeliest tokens: ARPO's released code
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from strop.errors import EngineLost
 
@@ -29,25 +27,12 @@ class ServerProcess:
     A reaper is between the two processes. It has its own session, so that Ctrl-C in a terminal does not reach the program.
     """
 
-    def __init__(
-        self,
-        command: str,
-        log: Path,
-        log_start: int,
-        reaper: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, command: str, log: Path, log_start: int, reaper: asyncio.subprocess.Process, said: str) -> None:
         self.log = log
-        self._command, self._log_start = command, log_start
-        self._reaper, self._reader, self._writer = reaper, reader, writer
-        self._pid = 0
-        self._failure = ""  # why the command could not be run
-        self._status: int | None = None
+        self.pid = int(said) if said.isdecimal() else 0  # of the program itself, which leads a process group of its own
+        self._command, self._log_start, self._reaper = command, log_start, reaper
+        self._failure = "" if self.pid else said  # why the command could not be run
         self._oom_kills = num_oom_kills()
-        self._started = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._listening = asyncio.create_task(self._listen(), name=f"reaper of {command}")
 
     @classmethod
     async def start(
@@ -58,7 +43,6 @@ class ServerProcess:
         log: Path,
         is_ready: Callable[[], Awaitable[bool]],
         deadline_s: float,
-        pass_fds: Sequence[int] = (),
     ) -> Self:
         """A program that is ready.
 
@@ -68,12 +52,11 @@ class ServerProcess:
             log: its stdout and stderr are appended here; missing folders are made.
             is_ready: asked again and again until it says so. What it raises ends the program and is raised here.
             deadline_s: for all of that.
-            pass_fds: descriptors that it inherits under the same numbers.
 
         Raises:
             EngineLost: the command could not be run, ended, or was not ready in time; names it and the tail of its log.
         """
-        process = await cls._spawn(argv, env, log, pass_fds)
+        process = await cls._spawn(argv, env, log)
         try:
             async with asyncio.timeout(deadline_s):
                 await process._become_ready(is_ready)
@@ -91,41 +74,37 @@ class ServerProcess:
 
         A call that is cancelled ends the program and everything that it started.
         """
-        process = await cls._spawn(argv, env, log, (), cwd)
+        process = await cls._spawn(argv, env, log, cwd)
         try:
             await process.wait()
         finally:
             await process.stop()
-        return "" if process._status == 0 else process.describe(process.end)
-
-    @property
-    def pid(self) -> int:
-        """Of the program itself, which leads a process group of its own."""
-        return self._pid
+        return "" if process._reaper.returncode == 0 else process.describe(process.end)
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended. A program that hangs, or was stopped by a signal, is alive."""
-        return not self._ended.is_set()
+        return self._reaper.returncode is None
 
     @property
     def end(self) -> str:
         """How it ended, as the rest of a sentence: "ended with exit code 1". Empty while it is alive."""
-        if self.is_alive:
+        code = self._reaper.returncode
+        if code is None:
             return ""
         if self._failure:
             return f"could not be run: {self._failure}"
-        if self._status is None:
+        if code < 0:
             return "was lost: its reaper was killed, and it with it"
-        return how_it_ended(self._status, oom_kills_before=self._oom_kills)
+        return _how_it_ended(code, oom_kills_before=self._oom_kills)
 
     async def wait(self) -> None:
         """Returns when it has ended."""
-        await self._ended.wait()
+        await self._reaper.wait()
 
     def describe(self, what: str) -> str:
         """An error's text: the command, what happened to it, and the tail of its log."""
-        process = f" (pid {self._pid})" if self._pid else ""
+        process = f" (pid {self.pid})" if self.pid else ""
         return f"{self._command}{process} {what}. {end_of_log(self.log, self._log_start)}"
 
     async def stop(self, *, grace_s: float = _GRACE_S) -> None:
@@ -134,53 +113,46 @@ class ServerProcess:
         Raises `EngineLost` when something cannot be killed; else all is gone when it returns.
         """
         if self.is_alive and grace_s > 0:
-            with contextlib.suppress(OSError):
-                self._writer.write(b"t")
-                await self._writer.drain()
+            with contextlib.suppress(ProcessLookupError):
+                self._reaper.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), grace_s)
-        with contextlib.suppress(OSError):
-            self._writer.write_eof()  # the reaper kills what is left, and says how that ended
+                await asyncio.wait_for(self._reaper.wait(), grace_s)
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()  # the reaper kills what is left
         try:
             await asyncio.wait_for(self._reaper.wait(), _KILL_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._reaper.kill()
             raise EngineLost(self.describe(f"could not be killed within {_KILL_S:g} s")) from None
-        finally:
-            self._writer.close()
-        await self._listening
 
     @classmethod
-    async def _spawn(
-        cls, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int], cwd: Path | None = None
-    ) -> Self:
+    async def _spawn(cls, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> Self:
         log.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
+        with log.open("ab") as output:
+            log_start = output.tell()
+            reaper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-B", str(_REAPER), *argv),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=output,
+                env=env,
+                cwd=cwd,
+                start_new_session=True,
+            )
+        assert reaper.stdin is not None
+        assert reaper.stdout is not None
         try:
-            with theirs, log.open("ab") as output:
-                log_start = output.tell()
-                reaper = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", "-B", str(_REAPER), str(theirs.fileno()), *argv),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=env,
-                    cwd=cwd,
-                    pass_fds=(theirs.fileno(), *pass_fds),
-                    start_new_session=True,
-                )
+            said = await reaper.stdout.readline()
         except BaseException:
-            ours.close()
+            reaper.stdin.close()
             raise
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(shlex.join(argv), log, log_start, reaper, reader, writer)
+        return cls(shlex.join(argv), log, log_start, reaper, said.decode().strip())
 
     async def _become_ready(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         """Raises `EngineLost` when it ends before."""
-        await self._started.wait()
         asking = asyncio.ensure_future(_ask(is_ready))
-        ending = asyncio.create_task(self._ended.wait())
+        ending = asyncio.create_task(self._reaper.wait())
         try:
             await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() or not self.is_alive:
@@ -190,27 +162,6 @@ class ServerProcess:
             asking.cancel()
             ending.cancel()
             await asyncio.gather(asking, ending, return_exceptions=True)
-
-    async def _listen(self) -> None:
-        """To the reaper, until it has nothing more to say."""
-        try:
-            while line := await self._reader.readline():
-                self._note(json.loads(line))
-        except ConnectionError:  # it was killed
-            pass
-        finally:
-            self._ended.set()
-            self._started.set()
-
-    def _note(self, message: dict[str, Any]) -> None:
-        if "failed" in message:
-            self._failure = str(message["failed"])
-        elif "pid" in message:
-            self._pid = int(message["pid"])
-            self._started.set()
-        else:
-            self._status = int(message["status"])
-            self._ended.set()
 
 
 async def _ask(is_ready: Callable[[], Awaitable[bool]]) -> None:
@@ -229,17 +180,17 @@ def end_of_log(log: Path, start: int) -> str:
     return "\n  ".join([f"The end of its log, {log}:", *(lines or ["(nothing)"])])
 
 
-def how_it_ended(status: int, *, oom_kills_before: int) -> str:
+def _how_it_ended(code: int, *, oom_kills_before: int) -> str:
     """The rest of a sentence that begins with a process's name.
 
     Args:
-        status: its exit code, a signal as its negative.
+        code: of its reaper.
         oom_kills_before: `num_oom_kills` when it started.
     """
-    if status >= 0:
-        return f"ended with exit code {status}"
-    name = signal.Signals(-status).name
-    if -status == signal.SIGKILL and num_oom_kills() > oom_kills_before:
+    if code - 128 not in [*signal.Signals]:
+        return f"ended with exit code {code}"
+    name = signal.Signals(code - 128).name
+    if code - 128 == signal.SIGKILL and num_oom_kills() > oom_kills_before:
         return f"was killed by {name}: the machine ran out of memory (the kernel's OOM killer was at work)"
     return f"was killed by {name}"
 

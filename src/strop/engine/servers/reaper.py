@@ -1,81 +1,82 @@
-"""Starts one program, reports how it ended, and kills it and its children when the starter ends.
+"""Starts one program, ends as it ended, and kills it and its children when the starter ends.
 
-It runs as a file and imports only the standard library, because importing the package would take seconds. Its arguments are an
-inherited socket and the command. It writes one JSON object a line: {"pid": n} or {"failed": "why"}, then {"status": code}, with
-a negative code for a signal. It reads one letter, t: send SIGTERM to the program's process group. When the socket closes, it
-kills all that is left.
+It runs as a file and imports only the standard library, because importing the package would take seconds. Its arguments are
+the command. It writes one line, the program's process id or why it could not be run, and ends with the program's exit code, or
+with 128 + n for signal n. SIGTERM goes on to the program's process group. When its standard input closes, it kills all that is
+left.
 
-It sees the starter's end by the socket. A death signal from the kernel belongs to the starting thread and does not reach the
-program's children. If the reaper itself is killed, the program gets such a signal.
+It sees the starter's end by its standard input. A death signal from the kernel belongs to the starting thread and does not
+reach the program's children. If the reaper itself is killed, the program gets such a signal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_TERMINATE = b"t"
-_LOOK_S = 1.0  # how often it looks whether its starter is still its parent: another process may hold the socket's other end
+_LOOK_S = 1.0  # how often it looks whether its starter is still its parent: another process may hold the input's other end
 _KILL_S = 20.0  # a process that writes to a dead disk cannot be killed; the reaper gives up
 
 
 def main() -> int:
-    link, command, starter = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:], os.getppid()
+    command, starter, reaper = sys.argv[1:], os.getppid(), os.getpid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the program's children leave behind comes here, to be killed and reaped
     woken, wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    reaper, inherited = os.getpid(), _inherited(but={link.fileno()})
     try:
         # This process has one thread, so that code between fork and exec is safe.
-        program = subprocess.Popen(command, process_group=0, preexec_fn=lambda: _die_with(reaper), pass_fds=inherited)
+        program = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0, preexec_fn=lambda: _die_with(reaper)
+        )
     except OSError as error:
-        _tell(link, {"failed": f"{error.strerror}: {error.filename}"})
+        _say(f"{error.strerror}: {error.filename}")
         return 1
-    for descriptor in inherited:
-        os.close(descriptor)  # the other end must see the program's end, not this process's
-    _tell(link, {"pid": program.pid})
-    if _serve(link, woken, program.pid, starter):
-        _kill_everything()
-    elif (status := _kill_everything(program.pid)) is not None:
-        _tell(link, {"status": status})
-    return 0
+    signal.signal(signal.SIGTERM, lambda *_: _terminate(program.pid))
+    _say(str(program.pid))
+    status = _wait(woken, program.pid, starter)
+    killed = _kill_everything(program.pid)
+    status = killed if status is None else status
+    if status is None:
+        return 128 + signal.SIGKILL
+    return status if status >= 0 else 128 - status
 
 
-def _serve(link: socket.socket, woken: int, program: int, starter: int) -> bool:
-    """Wait until the program or its starter ends. Report the program's status. Return whether it ended by itself."""
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the starter has gone
+        os.write(1, f"{line}\n".encode())
+
+
+def _wait(woken: int, program: int, starter: int) -> int | None:
+    """Return how the program ended, or None when the starter ends or wants it killed."""
     poll = select.poll()
-    poll.register(link, select.POLLIN)
+    poll.register(sys.stdin, select.POLLIN)
     poll.register(woken, select.POLLIN)
     while os.getppid() == starter:
         for descriptor, _ in poll.poll(1000 * _LOOK_S):
-            if descriptor == woken:
-                os.read(woken, 4096)
-                continue
-            said = _hear(link)
-            if not said:
-                return False
-            if _TERMINATE in said:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(program, signal.SIGTERM)
+            if descriptor != woken:
+                return None
+            os.read(woken, 4096)
         if (status := _reap(program)) is not None:
-            _tell(link, {"status": status})
-            return True
-    return False
+            return status
+    return None
 
 
-def _reap(program: int = 0) -> int | None:
+def _terminate(program: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program, signal.SIGTERM)
+
+
+def _reap(program: int) -> int | None:
     """Take all that ended off the process table; how `program` ended, if it is among them."""
     found = None
     with contextlib.suppress(ChildProcessError):
@@ -85,7 +86,7 @@ def _reap(program: int = 0) -> int | None:
     return found
 
 
-def _kill_everything(program: int = 0) -> int | None:
+def _kill_everything(program: int) -> int | None:
     """Every process below this one, also those that hide in sessions of their own. How `program` ended, if it had not yet."""
     deadline, status = time.monotonic() + _KILL_S, None
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
@@ -112,18 +113,6 @@ def descendants(ancestor: int) -> list[int]:
     return found[1:]
 
 
-def _inherited(*, but: set[int]) -> list[int]:
-    """The descriptors that the starter passed on for the program."""
-    return [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and number not in but and _is_open(number)]
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        return os.get_inheritable(descriptor)
-    except OSError:  # the one that listed the directory
-        return False
-
-
 def _die_with(reaper: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -135,18 +124,6 @@ def _die_with(reaper: int) -> None:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
-def _tell(link: socket.socket, message: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # the starter has gone: seen by the next look
-        link.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _hear(link: socket.socket) -> bytes:
-    try:
-        return link.recv(64)
-    except OSError:
-        return b""
 
 
 if __name__ == "__main__":

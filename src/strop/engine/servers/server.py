@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from strop.engine.config import ServerConfig
 from strop.engine.model_directory import ModelFacts
-from strop.engine.protocol import Capacity, CompletionRequest, Entropies, check_completion
-from strop.engine.servers.entropies import entropy_of
+from strop.engine.protocol import NUM_LIKELIEST, Capacity, CompletionRequest, Entropies, check_completion
 from strop.engine.servers.process import ServerProcess
 from strop.errors import EngineLost, StropError, UserError
 from strop.types import Completion, FinishReason
@@ -146,6 +146,32 @@ def completion_of(
     except EngineLost as error:
         raise EngineLost(f"{server}: {error}") from error
     return replace(completion, logprobs=tuple(min(each, 0.0) for each in completion.logprobs))
+
+
+_NUM_LIKELIEST = {Entropies.ANY: 0, Entropies.TOP10: NUM_LIKELIEST, Entropies.FULL: 20}
+MAX_LOGPROBS = 1 + max(_NUM_LIKELIEST.values())
+
+
+def num_logprobs(kind: Entropies) -> int:
+    """Log-probs to ask for at each token: one more than are used, as vLLM sends the sampled token's in place of the last."""
+    return _NUM_LIKELIEST[kind] and 1 + _NUM_LIKELIEST[kind]
+
+
+def entropy_of(logprobs: Sequence[float], kind: Entropies, *, vocab_size: int) -> float:
+    """The entropy of one token, in nats.
+
+    `FULL` spreads the probability that is left evenly over the rest of the vocabulary. That is the largest entropy that the
+    likeliest tokens allow, so the estimate is never too small but for rounding.
+
+    Args:
+        logprobs: `num_logprobs` of them, in any order, or all if the vocabulary is smaller.
+    """
+    likeliest = sorted(logprobs, reverse=True)[: _NUM_LIKELIEST[kind]]
+    total = -math.fsum(math.exp(each) * each for each in likeliest if each > -math.inf)
+    if kind is Entropies.TOP10:
+        return max(0.0, total)
+    rest, num_rest = 1 - math.fsum(math.exp(each) for each in likeliest), vocab_size - len(likeliest)
+    return max(0.0, total - (rest * math.log(rest / num_rest) if rest > 0 and num_rest > 0 else 0.0))
 
 
 class Said(BaseModel):

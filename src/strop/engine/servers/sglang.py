@@ -20,8 +20,17 @@ from pydantic import Strict
 from strop.engine.config import SglangConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Capacity, CompletionRequest, Truncation
-from strop.engine.servers.entropies import num_logprobs
-from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClient, command_of, environment_of, read
+from strop.engine.servers.server import (
+    ASK_S,
+    Answer,
+    Said,
+    Server,
+    ServerClient,
+    command_of,
+    environment_of,
+    num_logprobs,
+    read,
+)
 from strop.errors import EngineLost, StropError, WeightsNotProven
 
 _log = logging.getLogger(__name__)

@@ -21,9 +21,19 @@ from pydantic import Field
 from strop.engine.config import VllmConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Capacity, CompletionRequest, Truncation
-from strop.engine.servers.entropies import MAX_LOGPROBS, num_logprobs
 from strop.engine.servers.reaper import descendants
-from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClient, command_of, environment_of, read
+from strop.engine.servers.server import (
+    ASK_S,
+    MAX_LOGPROBS,
+    Answer,
+    Said,
+    Server,
+    ServerClient,
+    command_of,
+    environment_of,
+    num_logprobs,
+    read,
+)
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 
 EXTENSION = Path(__file__).with_name("extension")
