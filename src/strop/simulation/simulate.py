@@ -11,25 +11,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from strop.rollout.scheduler.admission import EngineSpec
-from strop.rollout.scheduler.events import (
-    CallTools,
-    EngineJoined,
-    Event,
-    Release,
-    RolloutEnded,
-    RolloutOffered,
-    Run,
-    ToolFinished,
-    ToolStarted,
-    TurnFinished,
-)
 from strop.rollout.scheduler.report import EngineUsage, Ledger
-from strop.rollout.scheduler.scheduler import Scheduler, SchedulerConfig, make_scheduler
+from strop.rollout.scheduler.scheduler import Action, CallTools, Release, Run, Scheduler, SchedulerConfig, make_scheduler
 from strop.simulation.engines import EngineTiming, Finished, SimulatedEngine
 from strop.simulation.trace import Trace, TracedRollout, TracedTurn
 from strop.types import RolloutKey
+
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +77,19 @@ class Outcome:
         return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
 
 
-def offers_of(trace: Trace) -> list[RolloutOffered]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a scheduler learns of a rollout before it starts."""
+
+    key: RolloutKey
+    prompt_tokens: int
+    max_tokens: int
+
+
+def offers_of(trace: Trace) -> list[Offer]:
     """Return the rollouts of a trace, as they are offered to a scheduler."""
     return [
-        RolloutOffered(key=rollout.key, prompt_tokens=group.prompt_tokens, max_tokens=trace.max_tokens)
+        Offer(key=rollout.key, prompt_tokens=group.prompt_tokens, max_tokens=trace.max_tokens)
         for group in trace.groups
         for rollout in group.rollouts
     ]
@@ -101,7 +101,7 @@ def simulate(
     config: SchedulerConfig,
     *,
     tool_workers: int | None = None,
-    offers: Sequence[RolloutOffered] = (),
+    offers: Sequence[Offer] = (),
     scheduler: Scheduler | None = None,
 ) -> Outcome:
     """Simulate one step: the rollouts of `trace`, scheduled as `config` says.
@@ -114,8 +114,10 @@ def simulate(
     simulation = _Simulation(trace, make_scheduler(config) if scheduler is None else scheduler, tool_workers)
     for machine in machines:
         simulation.join(machine)
-    for event in offers or offers_of(trace):
-        simulation.handle(event)
+    for offer in offers or offers_of(trace):
+        simulation.handle(
+            simulation.scheduler.offered, offer.key, prompt_tokens=offer.prompt_tokens, max_tokens=offer.max_tokens
+        )
     return simulation.run()
 
 
@@ -207,7 +209,7 @@ class _Simulation:
             for group in trace.groups
             for rollout in group.rollouts
         }
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._engines: dict[str, SimulatedEngine] = {}
         self._plans: dict[str, int] = {}  # by engine: number of the newest plan for its next event
         self._touched: dict[str, SimulatedEngine] = {}  # engines whose next event has changed
@@ -229,12 +231,12 @@ class _Simulation:
     def join(self, machine: SimulatedMachine) -> None:
         self._engines[machine.spec.name] = SimulatedEngine(machine.spec, machine.timing)
         self._plans[machine.spec.name] = 0
-        self.handle(EngineJoined(engine=machine.spec))
+        self.handle(self.scheduler.engine_joined, machine.spec)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Callable[Concatenate[float, _P], list[Action]], *arguments: _P.args, **named: _P.kwargs) -> None:
         """Report an event to the scheduler and carry out its actions."""
         started = time.thread_time()
-        actions = self._scheduler.handle(event, now_s=self._now_s)
+        actions = event(self._now_s, *arguments, **named)
         self._scheduling_s += time.thread_time() - started
         self._num_events += 1
         for action in actions:
@@ -255,11 +257,11 @@ class _Simulation:
         engines = self._engines.values()
         return Outcome(
             makespan_s=max(self._ended.values()),
-            ledger=self._scheduler.ledger,
+            ledger=self.scheduler.ledger,
             usage={engine.spec.name: engine.usage for engine in engines},
             max_conversations=sum(engine.spec.max_conversations for engine in engines),
             evictions=sum(engine.evictions for engine in engines),
-            recomputed_tokens=self._scheduler.ledger.recomputed_tokens,
+            recomputed_tokens=self.scheduler.ledger.recomputed_tokens,
             prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
             peak_kv_share=max(engine.peak_tokens / (engine.spec.kv_blocks * engine.spec.block_tokens) for engine in engines),
             max_tools_queued=self._max_tools_queued,
@@ -293,7 +295,7 @@ class _Simulation:
     def _start_tools(self, key: RolloutKey) -> None:
         self._idle_tool_workers -= 1
         self.at(self._now_s + self._rollouts[key].turn.tool_s, partial(self._finish_tools, key))
-        self.handle(ToolStarted(key=key))
+        self.handle(self.scheduler.tool_started, key)
 
     def _finish_tools(self, key: RolloutKey) -> None:
         rollout = self._rollouts[key]
@@ -301,7 +303,7 @@ class _Simulation:
         self._idle_tool_workers += 1
         rollout.context_tokens += num_tokens
         rollout.num_turns += 1
-        self.handle(ToolFinished(key=key, num_tokens=num_tokens))
+        self.handle(self.scheduler.tool_finished, key, num_tokens=num_tokens)
         while self._queued_tools and self._idle_tool_workers > 0:
             self._start_tools(self._queued_tools.popleft())
 
@@ -317,9 +319,15 @@ class _Simulation:
         rollout.context_tokens += num_tokens
         if rollout.num_turns + 1 == len(rollout.turns):
             self._ended[done.key] = self._now_s
-        self.handle(TurnFinished(key=done.key, run=done.run, num_tokens=num_tokens, recomputed_tokens=done.recomputed_tokens))
+        self.handle(
+            self.scheduler.turn_finished,
+            done.key,
+            run=done.run,
+            num_tokens=num_tokens,
+            recomputed_tokens=done.recomputed_tokens,
+        )
         if done.key in self._ended:
-            self.handle(RolloutEnded(key=done.key))
+            self.handle(self.scheduler.ended, done.key)
 
     def _plan(self) -> None:
         """Find the next event of every engine that has changed."""

@@ -10,8 +10,7 @@ from virtual_time import run
 from worlds import FAULTS, Conversations, FragileEngine, Watcher, tokens_of
 
 from strop.errors import EngineLost
-from strop.rollout.scheduler.events import RunReason
-from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.rollout.scheduler.scheduler import RunReason, SchedulerConfig
 
 
 @pytest.mark.parametrize("fault", FAULTS)

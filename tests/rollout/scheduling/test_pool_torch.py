@@ -11,8 +11,7 @@ from strop.engine.config import EngineConfig
 from strop.engine.torch.engine import TorchEngine
 from strop.rollout.player import collect
 from strop.rollout.scheduler.engine_pool import EnginePool
-from strop.rollout.scheduler.events import RunReason
-from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.rollout.scheduler.scheduler import RunReason, SchedulerConfig
 from strop.stages.model import TinyModel, make_tiny_model
 
 TASKS = [task(index) for index in range(3)]

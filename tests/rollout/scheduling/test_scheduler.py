@@ -6,21 +6,16 @@ import pytest
 
 from strop.errors import RequestTooLong, StropError
 from strop.rollout.scheduler.admission import EngineSpec
-from strop.rollout.scheduler.events import (
+from strop.rollout.scheduler.scheduler import (
     Action,
-    BranchRequested,
     CallTools,
-    EngineDied,
-    EngineJoined,
     Release,
-    RolloutEnded,
-    RolloutOffered,
     Run,
     RunReason,
-    ToolFinished,
-    TurnFinished,
+    Scheduler,
+    SchedulerConfig,
+    make_scheduler,
 )
-from strop.rollout.scheduler.scheduler import Scheduler, SchedulerConfig, make_scheduler
 from strop.types import RolloutKey
 
 
@@ -28,18 +23,16 @@ def key(task: int, attempt: int, branch: int = 0) -> RolloutKey:
     return RolloutKey(task_index=task, attempt=attempt, branch=branch)
 
 
-def engine(name: str, *, kv_blocks: int = 20, max_conversations: int = 100) -> EngineJoined:
-    return EngineJoined(engine=EngineSpec(name=name, kv_blocks=kv_blocks, block_tokens=10, max_conversations=max_conversations))
+def engine(name: str, *, kv_blocks: int = 20, max_conversations: int = 100) -> EngineSpec:
+    return EngineSpec(name=name, kv_blocks=kv_blocks, block_tokens=10, max_conversations=max_conversations)
 
 
 def offer(
     one: Scheduler, task: int, *, num: int = 1, prompt_tokens: int = 30, max_tokens: int = 50, now_s: float = 0.0
 ) -> list[Action]:
     """Offer the first `num` attempts of a task."""
-    events = [
-        RolloutOffered(key=key(task, attempt), prompt_tokens=prompt_tokens, max_tokens=max_tokens) for attempt in range(num)
-    ]
-    return [action for event in events for action in one.handle(event, now_s=now_s)]
+    size = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
+    return [action for attempt in range(num) for action in one.offered(now_s, key(task, attempt), **size)]
 
 
 def reserved_blocks(one: Scheduler, name: str, *, of: int = 20) -> int:
@@ -53,14 +46,14 @@ def started(actions: list[Action]) -> list[tuple[RolloutKey, str]]:
 
 def finish(one: Scheduler, who: RolloutKey, *, run: int, num_tokens: int, now_s: float) -> list[Action]:
     """The last completion of a rollout comes back."""
-    one.handle(TurnFinished(key=who, run=run, num_tokens=num_tokens), now_s=now_s)
-    return one.handle(RolloutEnded(key=who), now_s=now_s)
+    one.turn_finished(now_s, who, run=run, num_tokens=num_tokens)
+    return one.ended(now_s, who)
 
 
-def scheduler(*engines: EngineJoined, **config: object) -> Scheduler:
+def scheduler(*engines: EngineSpec, **config: object) -> Scheduler:
     made = make_scheduler(SchedulerConfig.model_validate({"order": "fifo", **config}))
-    for event in engines:
-        made.handle(event, now_s=0.0)
+    for spec in engines:
+        made.engine_joined(0.0, spec)
     return made
 
 
@@ -86,8 +79,8 @@ def test_a_rollout_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
 def test_tools_are_called_at_once_and_the_rollout_goes_on_where_it_was() -> None:
     one = scheduler(engine("a"), engine("b"))
     offer(one, 0, num=2)
-    assert one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0) == [CallTools(key=key(0, 0))]
-    [again] = one.handle(ToolFinished(key=key(0, 0), num_tokens=4), now_s=2.0)
+    assert one.turn_finished(1.0, key(0, 0), run=1, num_tokens=5) == [CallTools(key=key(0, 0))]
+    [again] = one.tool_finished(2.0, key(0, 0), num_tokens=4)
     assert again == Run(key=key(0, 0), engine="a", run=2, reason=RunReason.CONTINUE, max_tokens=41)
 
 
@@ -96,9 +89,9 @@ def test_whatever_ends_a_rollout_the_next_starts_at_once_in_order() -> None:
     for task in range(4):
         offer(one, task)
     assert finish(one, key(0, 0), run=1, num_tokens=7, now_s=1.0)[0] == Release(key=key(0, 0), engine="a")
-    assert started(one.handle(RolloutEnded(key=key(1, 0)), now_s=2.0)) == [(key(2, 0), "a")]  # from outside, in mid-turn
-    one.handle(TurnFinished(key=key(2, 0), run=1, num_tokens=3), now_s=3.0)
-    assert started(one.handle(RolloutEnded(key=key(2, 0)), now_s=4.0)) == [(key(3, 0), "a")]  # while its tool ran
+    assert started(one.ended(2.0, key(1, 0))) == [(key(2, 0), "a")]  # from outside, in mid-turn
+    one.turn_finished(3.0, key(2, 0), run=1, num_tokens=3)
+    assert started(one.ended(4.0, key(2, 0))) == [(key(3, 0), "a")]  # while its tool ran
     finish(one, key(3, 0), run=1, num_tokens=1, now_s=5.0)
     assert reserved_blocks(one, "a") == 0
     assert (one.ledger.offered, one.ledger.ended, one.ledger.sampled_tokens) == (4, 4, 7 + 3 + 1)
@@ -126,8 +119,8 @@ def test_an_engine_with_room_for_one_starts_the_attempt_number_that_it_has_start
     one = scheduler(*(engine(name, max_conversations=1) for name in "ab"))
     assert started(offer(one, 0, num=2)) == [(key(0, 0), "a"), (key(0, 1), "b")]
     offer(one, 1, num=2)
-    assert started(one.handle(RolloutEnded(key=key(0, 0)), now_s=1.0)) == [(key(1, 1), "a")]
-    assert started(one.handle(RolloutEnded(key=key(0, 1)), now_s=1.0)) == [(key(1, 0), "b")]
+    assert started(one.ended(1.0, key(0, 0))) == [(key(1, 1), "a")]
+    assert started(one.ended(1.0, key(0, 1))) == [(key(1, 0), "b")]
 
 
 def test_a_rollout_that_fits_only_a_large_engine_does_not_keep_a_small_one_idle() -> None:
@@ -141,14 +134,14 @@ def test_a_rollout_that_fits_only_a_large_engine_does_not_keep_a_small_one_idle(
 def test_a_branch_shares_what_it_has_in_common_and_waits_when_the_rest_does_not_fit() -> None:
     one = scheduler(engine("a", kv_blocks=13))
     offer(one, 0)  # 8 blocks
-    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=15), now_s=1.0)
-    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
+    one.turn_finished(1.0, key(0, 0), run=1, num_tokens=15)
+    one.tool_finished(2.0, key(0, 0), num_tokens=5)
     # At 50 tokens 5 blocks are common; 30 more are 3 blocks, for which there is room, and then no more.
-    [branch] = one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 1), max_tokens=30), now_s=2.0)
+    [branch] = one.branch_requested(2.0, key(0, 0, 1), parent=key(0, 0), max_tokens=30)
     assert branch == Run(key=key(0, 0, 1), engine="a", run=1, reason=RunReason.BRANCH, max_tokens=30)
-    assert one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 2), max_tokens=30), now_s=2.0) == []
+    assert one.branch_requested(2.0, key(0, 0, 2), parent=key(0, 0), max_tokens=30) == []
     assert one.waiting == (key(0, 0, 2),)
-    one.handle(RolloutEnded(key=key(0, 0, 2)), now_s=2.5)  # another one is earlier in the order
+    one.ended(2.5, key(0, 0, 2))  # another one is earlier in the order
     finish(one, key(0, 0), run=2, num_tokens=1, now_s=3.0)
     assert reserved_blocks(one, "a", of=13) == 8  # what the parent had in common with its branch stays
     finish(one, key(0, 0, 1), run=1, num_tokens=1, now_s=4.0)
@@ -161,16 +154,16 @@ def test_branches_that_wait_start_in_the_memory_that_their_parent_leaves_the_lon
     offer(one, 0)
     offer(one, 1)
     offer(one, 2)  # waits, and comes after every branch
-    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0)
-    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=1.0)
-    one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 1), max_tokens=40), now_s=1.0)
-    one.handle(TurnFinished(key=key(0, 0), run=2, num_tokens=5), now_s=2.0)
-    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
+    one.turn_finished(1.0, key(0, 0), run=1, num_tokens=5)
+    one.tool_finished(1.0, key(0, 0), num_tokens=5)
+    one.branch_requested(1.0, key(0, 0, 1), parent=key(0, 0), max_tokens=40)
+    one.turn_finished(2.0, key(0, 0), run=2, num_tokens=5)
+    one.tool_finished(2.0, key(0, 0), num_tokens=5)
     for number in (2, 3):
-        one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, number), max_tokens=30), now_s=2.0)
-    one.handle(TurnFinished(key=key(1, 0), run=1, num_tokens=5), now_s=3.0)
-    one.handle(ToolFinished(key=key(1, 0), num_tokens=5), now_s=3.0)
-    one.handle(BranchRequested(parent=key(1, 0), key=key(1, 0, 1), max_tokens=40), now_s=3.0)
+        one.branch_requested(2.0, key(0, 0, number), parent=key(0, 0), max_tokens=30)
+    one.turn_finished(3.0, key(1, 0), run=1, num_tokens=5)
+    one.tool_finished(3.0, key(1, 0), num_tokens=5)
+    one.branch_requested(3.0, key(1, 0, 1), parent=key(1, 0), max_tokens=40)
     assert one.waiting == (key(0, 0, 1), key(0, 0, 2), key(0, 0, 3), key(1, 0, 1), key(2, 0))
     after = [finish(one, ended, run=run, num_tokens=1, now_s=4.0) for ended, run in [(key(0, 0), 3), (key(0, 0, 2), 1)]]
     after += [finish(one, ended, run=run, num_tokens=1, now_s=5.0) for ended, run in [(key(1, 0), 2), (key(1, 0, 1), 1)]]
@@ -189,12 +182,12 @@ def test_branches_that_wait_start_in_the_memory_that_their_parent_leaves_the_lon
 def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn() -> None:
     one = scheduler(engine("a", kv_blocks=200), engine("b", kv_blocks=200))
     offer(one, 0, num=2)
-    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
-    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
-    first, second = one.handle(EngineDied(name="a"), now_s=3.0)
+    one.turn_finished(1.0, key(0, 0), run=1, num_tokens=10)
+    one.tool_finished(2.0, key(0, 0), num_tokens=5)
+    first, second = one.engine_died(3.0, "a")
     assert first == Run(key=key(0, 0), engine="b", run=3, reason=RunReason.RESTART, max_tokens=35)
     assert second == Run(key=key(0, 1), engine="b", run=2, reason=RunReason.RESTART, max_tokens=50)
-    late = one.handle(TurnFinished(key=key(0, 0), run=2, num_tokens=30), now_s=4.0)  # the dead engine's answer, after all
+    late = one.turn_finished(4.0, key(0, 0), run=2, num_tokens=30)  # the dead engine's answer, after all
     assert late == []
     finish(one, key(0, 0), run=3, num_tokens=20, now_s=5.0)
     assert (one.ledger.lost_turns, one.ledger.stale_answers, one.ledger.sampled_tokens) == (2, 1, 30)
@@ -203,10 +196,10 @@ def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn()
 def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:
     one = scheduler(engine("a"))
     offer(one, 0)
-    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
-    assert one.handle(EngineDied(name="a"), now_s=2.0) == []
-    assert one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=3.0) == []
-    [again] = one.handle(engine("b"), now_s=4.0)
+    one.turn_finished(1.0, key(0, 0), run=1, num_tokens=10)
+    assert one.engine_died(2.0, "a") == []
+    assert one.tool_finished(3.0, key(0, 0), num_tokens=5) == []
+    [again] = one.engine_joined(4.0, engine("b"))
     assert again == Run(key=key(0, 0), engine="b", run=2, reason=RunReason.RESTART, max_tokens=35)
     assert one.ledger.recomputed_tokens == 40
 
@@ -229,18 +222,18 @@ def test_an_answer_longer_than_was_asked_for_is_refused() -> None:
     one = scheduler(engine("a"))
     offer(one, 0)
     with pytest.raises(StropError, match="has 50 tokens left, but sampled 51"):
-        one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=51), now_s=1.0)
+        one.turn_finished(1.0, key(0, 0), run=1, num_tokens=51)
 
 
 def test_static_deals_groups_evenly_and_waits_at_every_turn() -> None:
     one = scheduler(engine("a"), engine("b"), policy="static")
     assert {name for _, name in started(offer(one, 0, num=2))} == {"a"}
     assert {name for _, name in started(offer(one, 1, num=2))} == {"b"}
-    assert one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0) == []  # its neighbour is not done
-    both = one.handle(TurnFinished(key=key(0, 1), run=1, num_tokens=5), now_s=2.0)
+    assert one.turn_finished(1.0, key(0, 0), run=1, num_tokens=5) == []  # its neighbour is not done
+    both = one.turn_finished(2.0, key(0, 1), run=1, num_tokens=5)
     assert both == [CallTools(key=key(0, 0)), CallTools(key=key(0, 1))]
-    assert one.handle(ToolFinished(key=key(0, 0), num_tokens=1), now_s=3.0) == []
-    assert len(started(one.handle(ToolFinished(key=key(0, 1), num_tokens=1), now_s=4.0))) == 2
+    assert one.tool_finished(3.0, key(0, 0), num_tokens=1) == []
+    assert len(started(one.tool_finished(4.0, key(0, 1), num_tokens=1))) == 2
 
 
 def test_shares_are_of_the_memory_that_is_really_there() -> None:

@@ -11,22 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.rollout.scheduler.admission import EngineSpec
-from strop.rollout.scheduler.events import (
-    Action,
-    BranchRequested,
-    CallTools,
-    EngineDied,
-    EngineJoined,
-    Event,
-    Release,
-    RolloutEnded,
-    RolloutOffered,
-    Run,
-    ToolFinished,
-    ToolStarted,
-    TurnFinished,
-)
-from strop.rollout.scheduler.scheduler import SchedulerConfig, make_scheduler
+from strop.rollout.scheduler.scheduler import Action, CallTools, Release, Run, SchedulerConfig, make_scheduler
 from strop.types import RolloutKey
 
 
@@ -52,9 +37,9 @@ class Driver:
         self.random = random.Random(self.seed)
         self.scheduler = make_scheduler(self.config)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: str, *arguments: object, **named: object) -> None:
         self.now_s += self.random.random()
-        for action in self.scheduler.handle(event, now_s=self.now_s):
+        for action in getattr(self.scheduler, event)(self.now_s, *arguments, **named):
             self.do(action)
         for name in self.engines:
             assert 0 <= self.reserved_share(name) <= self.config.oversubscription
@@ -90,7 +75,7 @@ class Driver:
             max_conversations=self.random.randint(1, 6),
         )
         self.engines[spec.name] = spec
-        self.tell(EngineJoined(engine=spec))
+        self.tell("engine_joined", spec)
 
     def offer(self) -> None:
         prompt_tokens = self.random.randint(1, 18)
@@ -98,7 +83,7 @@ class Driver:
         for attempt in range(self.random.randint(1, 5)):
             key = RolloutKey(task_index=self.num_groups - 1, attempt=attempt)
             self.offered.append(key)
-            self.tell(RolloutOffered(key=key, prompt_tokens=prompt_tokens, max_tokens=self.random.randint(1, 30)))
+            self.tell("offered", key, prompt_tokens=prompt_tokens, max_tokens=self.random.randint(1, 30))
 
     def offer_more(self) -> None:
         """More rollouts of a task that was there before, with another prompt."""
@@ -108,7 +93,7 @@ class Driver:
         for attempt in attempts:
             key = RolloutKey(task_index=task, attempt=attempt)
             self.offered.append(key)
-            self.tell(RolloutOffered(key=key, prompt=tokens, prompt_tokens=tokens, max_tokens=30))
+            self.tell("offered", key, prompt=tokens, prompt_tokens=tokens, max_tokens=30)
 
     def answer(self) -> None:
         key = self.random.choice(list(self.running))
@@ -121,45 +106,45 @@ class Driver:
         else:
             self.sampled += num_tokens
             self.calling[key] = run.max_tokens - num_tokens
-            self.tell(TurnFinished(key=key, run=run.run, num_tokens=num_tokens))
-            self.tell(ToolStarted(key=key))
+            self.tell("turn_finished", key, run=run.run, num_tokens=num_tokens)
+            self.tell("tool_started", key)
 
     def end(self, key: RolloutKey, run: Run, num_tokens: int) -> None:
         self.sampled += num_tokens
         self.calling[key] = 0
-        self.tell(TurnFinished(key=key, run=run.run, num_tokens=num_tokens))
+        self.tell("turn_finished", key, run=run.run, num_tokens=num_tokens)
         del self.calling[key]
         self.ended[key] += 1
-        self.tell(RolloutEnded(key=key))
+        self.tell("ended", key)
 
     def tool(self) -> None:
         key = self.random.choice(list(self.calling))
         left = self.calling.pop(key)
-        self.tell(ToolFinished(key=key, num_tokens=self.random.randint(0, left - 1)))
+        self.tell("tool_finished", key, num_tokens=self.random.randint(0, left - 1))
 
     def cancel(self) -> None:
         key = self.random.choice(sorted(self.scheduler.live))
         self.ended[key] += 1
         self.running.pop(key, None)
         self.calling.pop(key, None)
-        self.tell(RolloutEnded(key=key))
+        self.tell("ended", key)
 
     def branch(self) -> None:
         parent = self.random.choice(list(self.running))
         number = sum(self.ended.values()) + len(self.scheduler.live)
         key = RolloutKey(task_index=parent.task_index, attempt=parent.attempt, branch=1000 + number)
-        self.tell(BranchRequested(parent=parent, key=key, max_tokens=self.running[parent].max_tokens))
+        self.tell("branch_requested", key, parent=parent, max_tokens=self.running[parent].max_tokens)
 
     def die(self) -> None:
         name = self.random.choice(list(self.engines))
         lost = [key for key, run in self.running.items() if run.engine == name]
         self.stale += [self.running.pop(key) for key in lost]
         del self.engines[name]
-        self.tell(EngineDied(name=name))
+        self.tell("engine_died", name)
 
     def late_answer(self) -> None:
         run = self.stale.pop()
-        self.tell(TurnFinished(key=run.key, run=run.run, num_tokens=1))
+        self.tell("turn_finished", run.key, run=run.run, num_tokens=1)
 
     def step(self) -> None:
         choices = [self.join] if len(self.engines) < 4 else []
@@ -178,7 +163,7 @@ class Driver:
         """No more faults: everything that is left ends."""
         spec = EngineSpec(name="last", kv_blocks=100, block_tokens=10, max_conversations=3)
         self.engines["last"] = spec
-        self.tell(EngineJoined(engine=spec))
+        self.tell("engine_joined", spec)
         while self.running or self.calling:
             (self.answer if self.running else self.tool)()
 
@@ -209,7 +194,7 @@ def test_equals_start_in_the_order_of_their_offer(seed: int) -> None:
     driver = Driver(seed, SchedulerConfig(order="fifo"))
     spec = EngineSpec(name="only", kv_blocks=12, block_tokens=10, max_conversations=4)
     driver.engines["only"] = spec
-    driver.tell(EngineJoined(engine=spec))
+    driver.tell("engine_joined", spec)
     for _ in range(100):
         choices = [driver.offer] + [driver.answer] * (3 * bool(driver.running)) + [driver.tool] * (3 * bool(driver.calling))
         driver.random.choice(choices)()
@@ -222,7 +207,7 @@ def test_on_several_engines_groups_still_start_one_after_the_other(seed: int) ->
     driver = Driver(seed, SchedulerConfig(order="fifo"))
     for name in ("a", "b", "c"):
         driver.engines[name] = EngineSpec(name=name, kv_blocks=12, block_tokens=10, max_conversations=4)
-        driver.tell(EngineJoined(engine=driver.engines[name]))
+        driver.tell("engine_joined", driver.engines[name])
     for _ in range(200):
         choices = [driver.offer] + [driver.answer] * (3 * bool(driver.running)) + [driver.tool] * (3 * bool(driver.calling))
         driver.random.choice(choices)()

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import EngineLost, MachineError, StropError
-from strop.rollout.scheduler.events import (
-    BranchRequested,
-    CallTools,
-    EngineDied,
-    EngineJoined,
-    Event,
-    Release,
-    RolloutEnded,
-    RolloutOffered,
-    Run,
-    RunReason,
-    ToolFinished,
-    ToolStarted,
-    TurnFinished,
-)
 from strop.rollout.scheduler.report import BatchReport, EngineReport, Ledger
-from strop.rollout.scheduler.scheduler import make_scheduler
+from strop.rollout.scheduler.scheduler import Action, CallTools, Release, Run, RunReason, make_scheduler
 from strop.types import Completion, RolloutKey
 
 if TYPE_CHECKING:
     from strop.rollout.scheduler.engine_pool import EnginePool, PooledEngine
+
+_P = ParamSpec("_P")
 
 RESUME = "Finished rollouts are saved. Run the same command to continue."
 
@@ -49,7 +37,7 @@ class RolloutBatch:
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
         self._reported_s = 0.0  # until when, after the start
-        self._scheduler = make_scheduler(pool.config)
+        self.scheduler = make_scheduler(pool.config)
         self._leases: dict[RolloutKey, Lease] = {}
         self._releasing: set[asyncio.Task[None]] = set()
         self._cached_tokens = self._request_tokens = 0
@@ -68,7 +56,6 @@ class RolloutBatch:
             RequestTooLong: no engine can ever hold it.
             EngineLost: no engine is left, and none is being opened.
         """
-        offered = RolloutOffered(key=key, prompt=prompt, prompt_tokens=len(prompt), max_tokens=max_tokens)
         while True:
             if self.error is not None:
                 raise self.error
@@ -76,7 +63,7 @@ class RolloutBatch:
                 if self.max_request_tokens is None:
                     raise EngineLost("no engine is left.")
                 lease = self._leases[key] = Lease(self, key)
-                self.handle(offered)
+                self.handle(self.scheduler.offered, key, prompt=prompt, prompt_tokens=len(prompt), max_tokens=max_tokens)
             except StropError:
                 self._leases.pop(key, None)
                 if not self._pool.is_replacing:
@@ -85,9 +72,9 @@ class RolloutBatch:
             else:
                 return lease
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Callable[Concatenate[float, _P], list[Action]], *arguments: _P.args, **named: _P.kwargs) -> None:
         """Report an event to the scheduler, and carry out its actions."""
-        for action in self._scheduler.handle(event, now_s=self._clock() - self._started_s):
+        for action in event(self._clock() - self._started_s, *arguments, **named):
             match action:
                 case Run():
                     self._leases[action.key].grant(action)
@@ -95,18 +82,16 @@ class RolloutBatch:
                     self._leases[action.key].allow_tools()
                 case Release():
                     self._leases[action.key].free_memory()
-        if isinstance(event, ToolFinished):
-            self.check_engines()  # the engine may have been lost while the tools ran
 
     def join(self, engine: PooledEngine) -> None:
         """Use another engine from now on."""
         self.engines[engine.name] = engine
-        self.handle(EngineJoined(engine=engine.spec))
+        self.handle(self.scheduler.engine_joined, engine.spec)
 
     def engine_lost(self, engine: PooledEngine) -> None:
         """Continue the rollouts of a lost engine on other engines, from their last finished turn."""
         try:
-            self.handle(EngineDied(name=engine.name))
+            self.handle(self.scheduler.engine_died, engine.name)
         except EngineLost as error:  # the policy cannot continue without it
             self._fail(error)
         self.check_engines()
@@ -119,7 +104,7 @@ class RolloutBatch:
         losses = "; ".join(f"{engine.name}: {engine.loss}" for engine in lost)
         if len(lost) == len(self.engines):
             self._fail(EngineLost(f"no engine is left to sample from. {losses} {RESUME}"))
-        elif stranded := self._scheduler.stranded:
+        elif stranded := self.scheduler.stranded:
             self._fail(
                 EngineLost(
                     f"{len(stranded)} rollouts (first: {stranded[0]}) are longer than any engine that is left can hold."
@@ -143,7 +128,7 @@ class RolloutBatch:
 
     def report(self, *, lost_before: tuple[str, ...] = ()) -> BatchReport:
         """Return what happened since the last report, and begin another one."""
-        scheduler, start_s, ended_s = self._scheduler, self._reported_s, self._clock() - self._started_s
+        scheduler, start_s, ended_s = self.scheduler, self._reported_s, self._clock() - self._started_s
         engines = sorted(self.engines.values(), key=lambda engine: (engine.index, engine.generation))
         present = [each for each in engines if (left := scheduler.usage[each.name].left_s) is None or left >= start_s]
         report = BatchReport(
@@ -169,7 +154,7 @@ class RolloutBatch:
         return report
 
     def _report(self, engine: PooledEngine, start_s: float, ended_s: float) -> EngineReport:
-        usage, spec = self._scheduler.usage[engine.name].since(start_s), engine.spec
+        usage, spec = self.scheduler.usage[engine.name].since(start_s), engine.spec
         left_s = ended_s - start_s if usage.left_s is None else usage.left_s
         usage.record(left_s, 0, 0.0)
         return EngineReport(
@@ -213,12 +198,12 @@ class RolloutBatch:
 
     def is_crowded(self, engine: PooledEngine) -> bool:
         """Whether conversations must free their memory between turns: those at static's barrier must not block the others."""
-        return self._scheduler.is_crowded(engine.name)
+        return self.scheduler.is_crowded(engine.name)
 
     def branch(self, parent: Lease, key: RolloutKey, *, max_tokens: int) -> Lease:
         lease = self._leases[key] = Lease(self, key)
         lease.extend(parent)
-        self.handle(BranchRequested(parent=parent.key, key=key, max_tokens=max_tokens))
+        self.handle(self.scheduler.branch_requested, key, parent=parent.key, max_tokens=max_tokens)
         return lease
 
     def branched(self, *, num_shared: int, num_cached: int) -> None:
@@ -228,7 +213,7 @@ class RolloutBatch:
 
     def end(self, lease: Lease) -> None:
         if self._leases.get(lease.key) is lease:
-            self.handle(RolloutEnded(key=lease.key))
+            self.handle(self.scheduler.ended, lease.key)
             lease.free_memory()
             lease.is_independent.set()
             del self._leases[lease.key]
@@ -351,15 +336,16 @@ class Lease:
         if batch.is_crowded(engine):
             self.free_memory()
         self._may_call_tools = False
-        batch.handle(TurnFinished(key=self.key, run=run.run, num_tokens=num_tokens, recomputed_tokens=recomputed))
+        batch.handle(batch.scheduler.turn_finished, self.key, run=run.run, num_tokens=num_tokens, recomputed_tokens=recomputed)
         while not self._may_call_tools:
             await self._wait()
-        batch.handle(ToolStarted(key=self.key))
+        batch.handle(batch.scheduler.tool_started, self.key)
         return completion
 
     def observed(self, num_tokens: int) -> None:
         """The tools have answered with `num_tokens` tokens, and the rollout continues."""
-        self._batch.handle(ToolFinished(key=self.key, num_tokens=num_tokens))
+        self._batch.handle(self._batch.scheduler.tool_finished, self.key, num_tokens=num_tokens)
+        self._batch.check_engines()  # the engine may have been lost while the tools ran
 
     def branch(self, key: RolloutKey, *, max_tokens: int) -> Lease:
         """Fork the rollout after its newest observation or completion. The branch waits if its engine has no room for it."""

@@ -1,35 +1,37 @@
 """The scheduler: a pure state machine that the live engine pool and the simulator drive.
 
-`handle` takes one event with the time at which it happened and returns the actions that follow, to be carried out in this
-order. A scheduler never waits and never reads a clock. `events.py` lists all events and actions.
+A driver reports each event by a call, with the time at which it happened, and carries out the actions that are returned, in
+this order. A scheduler never waits and never reads a clock.
+
+| the driver sees                                  | it calls                | the actions that may follow                  |
+| ------------------------------------------------ | ----------------------- | -------------------------------------------- |
+| an engine is ready                               | `engine_joined`         | `Run` of rollouts that wait                  |
+| a rollout is ready to start                      | `offered`               | `Run(reason=START)` if it fits               |
+| `complete` returned                              | `turn_finished`         | `CallTools`, at once or at static's barrier  |
+| the sandbox starts the tool calls                | `tool_started`          | none                                         |
+| the observation is complete                      | `tool_finished`         | `Run(reason=CONTINUE)` on the same engine    |
+| the method wants to fork a rollout               | `branch_requested`      | `Run(reason=BRANCH)`, now or when it fits    |
+| the rollout ended, for any reason                | `ended`                 | `Release`, and `Run` of rollouts that wait   |
+| an engine is lost                                | `engine_died`           | `Run(reason=RESTART)` on another engine      |
+
+A `Run` is one call of `InferenceEngine.complete` with at most `max_tokens` new tokens. `Run.run` is reported back with the
+answer. The scheduler counts and ignores an answer to an older run: its engine was lost, or its rollout has ended. A rollout
+that loses its engine keeps its finished turns; another engine samples the lost turn again from the same seed.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import wraps
+from typing import Concatenate, Literal, ParamSpec, TypeAlias
 
 from pydantic import Field
 
 from strop.config import Config
 from strop.errors import RequestTooLong, StropError
-from strop.rollout.scheduler.admission import Engine, Phase, Rollout, Size, WaitingGroup, WaitingQueue
-from strop.rollout.scheduler.events import (
-    Action,
-    BranchRequested,
-    CallTools,
-    EngineDied,
-    EngineJoined,
-    Event,
-    Release,
-    RolloutEnded,
-    RolloutOffered,
-    Run,
-    RunReason,
-    ToolFinished,
-    ToolStarted,
-    TurnFinished,
-)
+from strop.rollout.scheduler.admission import Engine, EngineSpec, Phase, Rollout, Size, WaitingGroup, WaitingQueue
 from strop.rollout.scheduler.placement import Placement
 from strop.rollout.scheduler.report import EngineUsage, Ledger, StepFunction
 from strop.types import RolloutKey
@@ -58,6 +60,61 @@ class SchedulerConfig(Config):
     max_replacements: int = Field(default=2, ge=0, le=10**6, description="Engines that a step opens in place of lost ones.")
 
 
+class RunReason(StrEnum):
+    """Why a completion is requested. The reason decides how much of its context the engine has in its cache."""
+
+    START = "start"  # the first turn: the prompt
+    BRANCH = "branch"  # the first turn of a branch: all but its last ids are cached for its parent
+    CONTINUE = "continue"  # everything but the newest observation is cached
+    RESTART = "restart"  # the rollout lost its engine: nothing but the prompt may be cached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Request the next completion of a rollout from `engine`."""
+
+    key: RolloutKey
+    engine: str
+    run: int  # number of this run, reported back with its answer
+    reason: RunReason
+    max_tokens: int  # left of the response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTools:
+    """Send the tool calls of the newest turn to the tools."""
+
+    key: RolloutKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Abort what the rollout may be running on `engine` and free its KV memory."""
+
+    key: RolloutKey
+    engine: str
+
+
+Action: TypeAlias = Run | CallTools | Release
+
+
+_P = ParamSpec("_P")
+
+
+def _event(change: Callable[Concatenate[Scheduler, _P], None]) -> Callable[Concatenate[Scheduler, float, _P], list[Action]]:
+    """Let `change` be called with the time of its event, and return the actions that follow, in their order."""
+
+    @wraps(change)
+    def handle(scheduler: Scheduler, now_s: float, /, *arguments: _P.args, **named: _P.kwargs) -> list[Action]:
+        scheduler._now_s, scheduler._actions = now_s, []
+        change(scheduler, *arguments, **named)
+        scheduler._refill()
+        scheduler._record_queue()
+        return scheduler._actions
+
+    return handle
+
+
 class Scheduler:
     """The load-balanced scheduler of rStar2-Agent (arXiv 2508.20722, section 3.2).
 
@@ -76,36 +133,6 @@ class Scheduler:
         self._rollouts: dict[RolloutKey, Rollout] = {}
         self._actions: list[Action] = []
         self._now_s = 0.0
-
-    def handle(self, event: Event, *, now_s: float) -> list[Action]:
-        """Return the actions that follow from `event`, which happened at `now_s`, in the order in which to do them.
-
-        Raises:
-            RequestTooLong: no engine can ever hold an offered rollout, which is not accepted.
-            StropError: the event names a rollout or an engine that does not exist.
-        """
-        self._now_s, self._actions = now_s, []
-        match event:
-            case TurnFinished():
-                self._handle_turn_finished(event)
-            case ToolStarted():
-                self._handle_tool_started(event)
-            case ToolFinished():
-                self._handle_tool_finished(event)
-            case RolloutEnded():
-                self._handle_rollout_ended(event)
-            case RolloutOffered():
-                self._handle_rollout_offered(event)
-            case BranchRequested():
-                self._handle_branch_requested(event)
-            case EngineJoined():
-                self._handle_engine_joined(event)
-            case EngineDied():
-                self._handle_engine_died(event)
-        self._refill()
-        if not self.queue_length.changes or self.queue_length.changes[-1][1] != self._queue.num_waiting:
-            self.queue_length.set(now_s, self._queue.num_waiting)
-        return self._actions
 
     @property
     def live(self) -> frozenset[RolloutKey]:
@@ -127,6 +154,132 @@ class Scheduler:
         """Whether an engine was given more than it holds, so that conversations cannot keep their memory between turns."""
         return False
 
+    # Events.
+
+    @_event
+    def offered(self, key: RolloutKey, *, prompt: Hashable = None, prompt_tokens: int, max_tokens: int) -> None:
+        """A rollout is ready to start. The rollouts of one task are its group.
+
+        Args:
+            prompt: equal for equal prompts of a task.
+            max_tokens: of the whole response: every completion and observation after the prompt.
+
+        Raises:
+            RequestTooLong: no engine can ever hold it; it is not accepted.
+            StropError: it was offered before, or there is no engine.
+        """
+        total = prompt_tokens + max_tokens
+        self._check_fits(key, prompt_tokens, max_tokens)
+        if key in self._rollouts:
+            raise StropError(f"rollout {key} was offered twice.")
+        rollout = self._rollouts[key] = Rollout(
+            key=key,
+            size=Size(prompt=(key.task_index, prompt), prompt_tokens=prompt_tokens, total_tokens=total),
+            context_tokens=prompt_tokens,
+            offered_s=self._now_s,
+        )
+        self.ledger.offered += 1
+        self._offer(rollout)
+
+    @_event
+    def turn_finished(self, key: RolloutKey, *, run: int, num_tokens: int, recomputed_tokens: int = 0) -> None:
+        """A completion came back. After the last one of a rollout, `ended` follows instead of tool events.
+
+        Args:
+            run: of the `Run` that it answers.
+            num_tokens: sampled.
+            recomputed_tokens: computed before by this engine, but no longer in its cache.
+        """
+        rollout = self._rollouts.get(key)
+        if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != run:
+            self.ledger.stale_answers += 1
+            return
+        if num_tokens > rollout.max_tokens:
+            raise StropError(f"rollout {key} has {rollout.max_tokens} tokens left, but sampled {num_tokens}.")
+        rollout.context_tokens += num_tokens
+        rollout.known_tokens = rollout.context_tokens
+        self.ledger.turns += 1
+        self.ledger.sampled_tokens += num_tokens
+        self.ledger.recomputed_tokens += recomputed_tokens
+        self._stop_running(rollout)
+        rollout.phase = Phase.CALLING
+        rollout.called_s, rollout.tool_started_s = self._now_s, None
+        self._finish_turn(rollout, num_tokens)
+
+    @_event
+    def tool_started(self, key: RolloutKey) -> None:
+        """The tool calls of a turn left the queue of the sandbox and run."""
+        rollout = self._rollouts.get(key)
+        if rollout is not None and rollout.phase is Phase.CALLING:
+            rollout.tool_started_s = self._now_s
+            self.ledger.tool_wait_s += self._now_s - rollout.called_s
+
+    @_event
+    def tool_finished(self, key: RolloutKey, *, num_tokens: int) -> None:
+        """The last tool call of a turn has its result, an observation of `num_tokens`."""
+        rollout = self._rollouts.get(key)
+        if rollout is None:  # it was ended in the meantime
+            return
+        if rollout.phase is not Phase.CALLING:
+            raise StropError(f"rollout {key} is {rollout.phase}, but its tool call was answered.")
+        if num_tokens > rollout.max_tokens:
+            raise StropError(f"rollout {key} has {rollout.max_tokens} tokens left, but observed {num_tokens}.")
+        self.ledger.tool_turns += 1
+        self.ledger.observation_tokens += num_tokens
+        if rollout.tool_started_s is not None:
+            self.ledger.tool_run_s += self._now_s - rollout.tool_started_s
+        rollout.context_tokens += num_tokens
+        self._continue(rollout)
+
+    @_event
+    def branch_requested(self, key: RolloutKey, *, parent: RolloutKey, max_tokens: int) -> None:
+        """Fork `parent` after its newest observation, or after its newest completion if that has no observation yet.
+
+        A branch for which the rollout's engine has no room goes before all rollouts that have not started.
+
+        Args:
+            key: of the branch.
+            max_tokens: of completions and observations after the fork.
+        """
+        if key in self._rollouts or key.task_index != parent.task_index:
+            raise StropError(f"branch {key} of {parent} already exists or belongs to another task.")
+        found = self._find(parent)
+        branch = self._rollouts[key] = Rollout(
+            key=key,
+            size=replace(found.size, total_tokens=found.context_tokens + max_tokens),
+            context_tokens=found.context_tokens,
+            is_branch=True,
+            offered_s=self._now_s,
+        )
+        self.ledger.branched += 1
+        self._branch(branch, found)
+
+    @_event
+    def ended(self, key: RolloutKey) -> None:
+        """A rollout is over: answered, at a limit, void or cancelled."""
+        rollout = self._find(key)
+        if rollout.phase is Phase.RUNNING:
+            self._stop_running(rollout)
+        del self._rollouts[key]
+        ledger, response_tokens = self.ledger, rollout.context_tokens - rollout.size.prompt_tokens
+        ledger.ended += 1
+        ledger.longest_rollout_tokens = max(ledger.longest_rollout_tokens, response_tokens)
+        if rollout.started_s is not None:
+            ledger.longest_rollout_s = max(ledger.longest_rollout_s, self._now_s - rollout.started_s)
+        self._end(rollout)
+
+    @_event
+    def engine_joined(self, spec: EngineSpec) -> None:
+        """Rollouts may run on another engine."""
+        self._add_engine(spec)
+
+    @_event
+    def engine_died(self, name: str) -> None:
+        """The engine is lost, with its KV memory and the completions that it was sampling."""
+        if name not in self._engines:
+            raise StropError(f"there is no engine {name!r}: it never joined, or it was lost.")
+        self._lose_engine(name)
+
     # What another policy decides differently.
 
     def _offer(self, rollout: Rollout) -> None:
@@ -145,16 +298,14 @@ class Scheduler:
         else:
             self._run(rollout, RunReason.CONTINUE)
 
-    def _branch(self, event: BranchRequested, parent: Rollout) -> None:
-        engine, at = parent.engine, parent.context_tokens
-        branch = self._add_branch(event, parent)
-        total = branch.size.total_tokens
+    def _branch(self, branch: Rollout, parent: Rollout) -> None:
+        engine, at, total = parent.engine, parent.context_tokens, branch.size.total_tokens
         if engine is None or not engine.has_free_row or engine.fork_need(at, total) > engine.free:
             self.ledger.branches_queued += 1
             self._hold(parent, branch)
             self._queue.offer_first(branch)
             return
-        engine.fork(parent.key, event.key, at, total)
+        engine.fork(parent.key, branch.key, at, total)
         self._update(engine, parent.size)
         branch.engine = engine
         self._run(branch, RunReason.BRANCH)
@@ -248,15 +399,13 @@ class Scheduler:
         rollout.phase = Phase.WAITING
         self._queue.offer_first(rollout)
 
-    def _handle_engine_joined(self, event: EngineJoined) -> None:
-        engine = Engine(event.engine, oversubscription=self.config.oversubscription, joined_s=self._now_s)
+    def _add_engine(self, spec: EngineSpec) -> None:
+        engine = Engine(spec, oversubscription=self.config.oversubscription, joined_s=self._now_s)
         self._engines[engine.name], self.usage[engine.name] = engine, engine.usage
         self._place()
 
-    def _handle_engine_died(self, event: EngineDied) -> None:
-        if event.name not in self._engines:
-            raise StropError(f"there is no engine {event.name!r}: it never joined, or it was lost.")
-        engine = self._engines.pop(event.name)
+    def _lose_engine(self, name: str) -> None:
+        engine = self._engines.pop(name)
         self._place()
         engine.reserved, engine.usage.left_s = 0, self._now_s
         for rollout in [self._find(key) for key in engine.holdings]:
@@ -274,6 +423,10 @@ class Scheduler:
         """The reservations of `engine` have changed."""
         if self._placement is not None:
             self._placement.update(engine, size.prompt)
+
+    def _record_queue(self) -> None:
+        if not self.queue_length.changes or self.queue_length.changes[-1][1] != self._queue.num_waiting:
+            self.queue_length.set(self._now_s, self._queue.num_waiting)
 
     def _record_usage(self, engine: Engine) -> None:
         share = engine.reserved / engine.spec.kv_blocks  # of real memory: above 1 if over-subscribed
@@ -308,100 +461,17 @@ class Scheduler:
             raise StropError(f"rollout {key} was never offered, or has ended.")
         return self._rollouts[key]
 
-    def _add_branch(self, event: BranchRequested, parent: Rollout) -> Rollout:
-        """Record a fork of the parent's context."""
-        total = parent.context_tokens + event.max_tokens
-        branch = self._rollouts[event.key] = Rollout(
-            key=event.key,
-            size=replace(parent.size, total_tokens=total),
-            context_tokens=parent.context_tokens,
-            is_branch=True,
-            offered_s=self._now_s,
-        )
-        self.ledger.branched += 1
-        return branch
-
-    def _handle_rollout_offered(self, event: RolloutOffered) -> None:
-        total = event.prompt_tokens + event.max_tokens
-        self._check_fits(event, total)
-        if event.key in self._rollouts:
-            raise StropError(f"rollout {event.key} was offered twice.")
-        prompt = (event.key.task_index, event.prompt)
-        rollout = self._rollouts[event.key] = Rollout(
-            key=event.key,
-            size=Size(prompt=prompt, prompt_tokens=event.prompt_tokens, total_tokens=total),
-            context_tokens=event.prompt_tokens,
-            offered_s=self._now_s,
-        )
-        self.ledger.offered += 1
-        self._offer(rollout)
-
-    def _check_fits(self, event: RolloutOffered, total_tokens: int) -> None:
+    def _check_fits(self, key: RolloutKey, prompt_tokens: int, max_tokens: int) -> None:
         """Check that an otherwise empty engine can hold the rollout at its longest."""
         largest = max((engine.spec for engine in self._engines.values()), key=lambda spec: spec.longest, default=None)
         if largest is None:
             raise StropError("a rollout was offered, but there is no engine to run it.")
-        if total_tokens > largest.longest:
+        if prompt_tokens + max_tokens > largest.longest:
             raise RequestTooLong(
-                f"rollout {event.key}: a prompt of {event.prompt_tokens} tokens and a response of up to {event.max_tokens}"
-                f" are {total_tokens} tokens, but the largest engine, {largest.name}, holds conversations of up to"
-                f" {largest.longest}. Lower sampling.max_tokens, leave out long prompts, or give an engine more KV memory."
+                f"rollout {key}: a prompt of {prompt_tokens} tokens and a response of up to {max_tokens}"
+                f" are {prompt_tokens + max_tokens} tokens, but the largest engine, {largest.name}, holds conversations of up"
+                f" to {largest.longest}. Lower sampling.max_tokens, leave out long prompts, or give an engine more KV memory."
             )
-
-    def _handle_turn_finished(self, event: TurnFinished) -> None:
-        rollout = self._rollouts.get(event.key)
-        if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != event.run:
-            self.ledger.stale_answers += 1
-            return
-        if event.num_tokens > rollout.max_tokens:
-            raise StropError(f"rollout {event.key} has {rollout.max_tokens} tokens left, but sampled {event.num_tokens}.")
-        rollout.context_tokens += event.num_tokens
-        rollout.known_tokens = rollout.context_tokens
-        self.ledger.turns += 1
-        self.ledger.sampled_tokens += event.num_tokens
-        self.ledger.recomputed_tokens += event.recomputed_tokens
-        self._stop_running(rollout)
-        rollout.phase = Phase.CALLING
-        rollout.called_s, rollout.tool_started_s = self._now_s, None
-        self._finish_turn(rollout, event.num_tokens)
-
-    def _handle_tool_started(self, event: ToolStarted) -> None:
-        rollout = self._rollouts.get(event.key)
-        if rollout is not None and rollout.phase is Phase.CALLING:
-            rollout.tool_started_s = self._now_s
-            self.ledger.tool_wait_s += self._now_s - rollout.called_s
-
-    def _handle_tool_finished(self, event: ToolFinished) -> None:
-        rollout = self._rollouts.get(event.key)
-        if rollout is None:  # it was ended in the meantime
-            return
-        if rollout.phase is not Phase.CALLING:
-            raise StropError(f"rollout {event.key} is {rollout.phase}, but its tool call was answered.")
-        if event.num_tokens > rollout.max_tokens:
-            raise StropError(f"rollout {event.key} has {rollout.max_tokens} tokens left, but observed {event.num_tokens}.")
-        self.ledger.tool_turns += 1
-        self.ledger.observation_tokens += event.num_tokens
-        if rollout.tool_started_s is not None:
-            self.ledger.tool_run_s += self._now_s - rollout.tool_started_s
-        rollout.context_tokens += event.num_tokens
-        self._continue(rollout)
-
-    def _handle_branch_requested(self, event: BranchRequested) -> None:
-        if event.key in self._rollouts or event.key.task_index != event.parent.task_index:
-            raise StropError(f"branch {event.key} of {event.parent} already exists or belongs to another task.")
-        self._branch(event, self._find(event.parent))
-
-    def _handle_rollout_ended(self, event: RolloutEnded) -> None:
-        rollout = self._find(event.key)
-        if rollout.phase is Phase.RUNNING:
-            self._stop_running(rollout)
-        del self._rollouts[rollout.key]
-        ledger, response_tokens = self.ledger, rollout.context_tokens - rollout.size.prompt_tokens
-        ledger.ended += 1
-        ledger.longest_rollout_tokens = max(ledger.longest_rollout_tokens, response_tokens)
-        if rollout.started_s is not None:
-            ledger.longest_rollout_s = max(ledger.longest_rollout_s, self._now_s - rollout.started_s)
-        self._end(rollout)
 
 
 def make_scheduler(config: SchedulerConfig) -> Scheduler:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from strop.errors import EngineLost
-from strop.rollout.scheduler.admission import Engine, Phase, Rollout
-from strop.rollout.scheduler.events import BranchRequested, CallTools, EngineDied, EngineJoined, Release, RunReason
-from strop.rollout.scheduler.scheduler import Scheduler, SchedulerConfig
+from strop.rollout.scheduler.admission import Engine, EngineSpec, Phase, Rollout
+from strop.rollout.scheduler.scheduler import CallTools, Release, RunReason, Scheduler, SchedulerConfig
 from strop.types import RolloutKey
 
 
@@ -73,8 +72,7 @@ class StaticScheduler(Scheduler):
         barrier.answered[rollout.key] = barrier.calling.pop(rollout.key)
         self._pass(barrier)
 
-    def _branch(self, event: BranchRequested, parent: Rollout) -> None:
-        branch = self._add_branch(event, parent)
+    def _branch(self, branch: Rollout, parent: Rollout) -> None:
         self._barrier_of(parent).add(branch)
         self._run(branch, RunReason.BRANCH)
 
@@ -84,14 +82,12 @@ class StaticScheduler(Scheduler):
         self._actions.append(Release(key=rollout.key, engine=barrier.engine.name))
         self._pass(barrier)
 
-    def _handle_engine_joined(self, event: EngineJoined) -> None:
-        super()._handle_engine_joined(event)
-        self._barriers[event.engine.name] = _Barrier(self._engines[event.engine.name])
+    def _add_engine(self, spec: EngineSpec) -> None:
+        super()._add_engine(spec)
+        self._barriers[spec.name] = _Barrier(self._engines[spec.name])
 
-    def _handle_engine_died(self, event: EngineDied) -> None:
-        raise EngineLost(
-            f'{event.name} is lost. The static policy cannot move its rollouts; scheduler.policy = "scheduler" can.'
-        )
+    def _lose_engine(self, name: str) -> None:
+        raise EngineLost(f'{name} is lost. The static policy cannot move its rollouts; scheduler.policy = "scheduler" can.')
 
     def _pass(self, barrier: _Barrier) -> None:
         """Call the tools of a turn after its last completion; start the next turn after the last tool."""
