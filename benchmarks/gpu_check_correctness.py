@@ -16,8 +16,8 @@ from strop.algorithms.losses import Aggregation
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.engine import TorchEngine
-from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
-from strop.training.batch import Row, pack_rows
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.batch import Row, TokenBatch, pack_rows
 from strop.types import Completion
 
 NUM_TOKENS = 48

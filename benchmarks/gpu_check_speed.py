@@ -17,7 +17,8 @@ from strop.algorithms.grpo import GRPO
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.engine import TorchEngine
-from strop.training import TokenBatch, Trainer, TrainerConfig
+from strop.training import Trainer, TrainerConfig
+from strop.training.batch import TokenBatch
 
 ROWS = 64
 ROUNDS = 3

@@ -25,16 +25,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.run_directory import write_directory, write_json, write_text
-from strop.training import (
-    Demonstration,
-    OptimizerConfig,
-    Segment,
-    Trainer,
-    TrainerConfig,
-    pack_demonstrations,
-    sft_token_loss,
-    sft_token_statistics,
-)
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
 
 RESULTS = Path(__file__).parent / "results" / "training_checkpoint.json"
 COMMAND = "make bench-training-checkpoint"

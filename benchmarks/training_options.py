@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation
 from strop.run_directory import write_json
-from strop.training import TokenBatch, Trainer, TrainerConfig
-from strop.training.batch import Row, pack_rows
+from strop.training import Trainer, TrainerConfig
+from strop.training.batch import Row, TokenBatch, pack_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "python benchmarks/training_options.py"

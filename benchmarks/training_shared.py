@@ -28,8 +28,8 @@ from training_memory import Memory
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation
-from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig, batch
-from strop.training.batch import Row, pack_rows
+from strop.training import OptimizerConfig, Trainer, TrainerConfig, batch
+from strop.training.batch import Row, TokenBatch, pack_rows
 
 COMMAND = "python benchmarks/training_shared.py --model models/smollm2-135m"
 MAX_TOKENS = 6144

@@ -16,8 +16,8 @@ from training_memory import Memory
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation
-from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
-from strop.training.batch import Row, pack_rows
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.batch import Row, TokenBatch, pack_rows
 
 
 def batch_of(path: Path) -> TokenBatch:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from strop.engine.model_directory import Architecture
-from strop.engine.torch.attention import KernelAttention, TorchAttention, attention_over
+from strop.engine.torch.attention import TorchAttention
 from strop.engine.torch.cpu import compiled
 from strop.engine.torch.cpu import kernels as kernels_module
-from strop.engine.torch.cpu.kernels import kernels_for
+from strop.engine.torch.cpu.kernels import KernelAttention, attention_over, kernels_for
 from strop.engine.torch.kv_cache import KvCache
 
 from .support import make_model

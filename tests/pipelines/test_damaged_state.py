@@ -16,7 +16,7 @@ from strop.recipe import load
 from strop.reports.page import write_report
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
-from strop.training import WeightsLost
+from strop.training.optimizer import WeightsLost
 
 TROUBLES = Path(__file__).resolve().parents[2] / "docs" / "guides" / "troubleshooting.md"
 

@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.algorithms.losses import Aggregation
-from strop.training import TokenBatch
-from strop.training.batch import Row, pack_rows
+from strop.training.batch import Row, TokenBatch, pack_rows
 
 VOCABULARY = 61
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column
 from strop.errors import ModelError, RunError
-from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.config import LoraConfig
 from strop.training.models import load_model
 
 METHOD = GRPO(kl_coefficient=0.1)

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.errors import ModelError
-from strop.training import microbatches
-from strop.training.batch import lay_out, shared_lengths
+from strop.training.batch import lay_out, microbatches, shared_lengths
 from strop.training.cpu.attention import ATTENTION, _attend_rows, _Reads, keep_attention, row_attention, use_row_attention
 from strop.training.logprobs import LogprobModule, token_logprobs
 from strop.training.models import check_logprobs, load_model

@@ -8,8 +8,8 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation, Mismatch
 from strop.algorithms.method import Column, Decision, LossInputs, Selection
 from strop.algorithms.policy_loss import Loss
-from strop.training import microbatches, pack, split_by_group
-from strop.training.batch import World, shares
+from strop.training import pack
+from strop.training.batch import World, microbatches, shares, split_by_group
 from strop.types import (
     Completion,
     FinishReason,

@@ -10,7 +10,8 @@ from strop.algorithms.method import Column
 from strop.algorithms.ppo import PPO
 from strop.errors import CannotLearnError, ModelError
 from strop.rewards.reward_model import begin_reward_model, head_of
-from strop.training import CriticConfig, CriticOptimizerConfig, OptimizerConfig, Schedule, Trainer, TrainerConfig
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.config import CriticConfig, CriticOptimizerConfig, Schedule
 from strop.training.models import load_model
 
 METHOD = PPO(value_clip=None)

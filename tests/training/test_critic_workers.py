@@ -8,7 +8,8 @@ import torch
 
 from strop.algorithms.method import Column
 from strop.algorithms.ppo import PPO
-from strop.training import CriticConfig, CriticOptimizerConfig, Trainer, TrainerConfig
+from strop.training import Trainer, TrainerConfig
+from strop.training.config import CriticConfig, CriticOptimizerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,9 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column
 from strop.algorithms.ppo import PPO
-from strop.training import LoraConfig, Trainer, TrainerConfig, logprobs, microbatches
-from strop.training.batch import Row, World, pack_rows, shares
+from strop.training import Trainer, TrainerConfig, logprobs
+from strop.training.batch import Row, World, microbatches, pack_rows, shares
+from strop.training.config import LoraConfig
 from strop.training.logprobs import head_logprobs
 
 VOCABULARY = 61

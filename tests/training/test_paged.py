@@ -12,7 +12,8 @@ import torch
 
 from strop.algorithms.grpo import GRPO
 from strop.errors import RunError
-from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.config import LoraConfig
 from strop.training.optimizer import PagedAdamW
 
 METHOD = GRPO()

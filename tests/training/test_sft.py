@@ -3,8 +3,7 @@ import torch
 
 from strop.algorithms.method import LossInputs
 from strop.cs336.supplement import PackedSFTDataset
-from strop.training import Demonstration, Segment, pack_demonstrations, sft_token_loss
-from strop.training.sft import cut_into_rows
+from strop.training.sft import Demonstration, Segment, cut_into_rows, pack_demonstrations, sft_token_loss
 
 
 def test_law_2_only_a_demonstrators_turns_are_imitated():

@@ -15,19 +15,12 @@ from strop.engine.config import EngineConfig
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.engine.torch.engine import TorchEngine
 from strop.errors import CannotLearnError, ModelError, RunError
-from strop.training import (
-    OptimizerConfig,
-    Schedule,
-    Trainer,
-    TrainerConfig,
-    WeightsLost,
-    pack_demonstrations,
-    sft_token_loss,
-)
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.config import Schedule
 from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
-from strop.training.optimizer import TokenFigures
-from strop.training.sft import Demonstration, Segment, sft_token_statistics
+from strop.training.optimizer import TokenFigures, WeightsLost
+from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
 
 METHOD = GRPO()
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from strop.training import OptimizerConfig, Schedule, TrainerConfig
+from strop.training import OptimizerConfig, TrainerConfig
+from strop.training.config import Schedule
 from strop.training.optimizer import learning_rate
 
 

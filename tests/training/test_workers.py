@@ -22,7 +22,9 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, MachineError, ModelError, RunError, TrainerLost, UserError
-from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
+from strop.training.config import LoraConfig
+from strop.training.optimizer import WeightsLost
 
 METHOD = GRPO(kl_coefficient=0.1)
 # With so large an eps AdamW's first step is 100 times the gradient, so that weights tell it to 1e-6.

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from strop.engine.model_directory import Architecture
-from strop.engine.torch.attention import Tables, Tokens, attention_over
+from strop.engine.torch.attention import Tables, Tokens
+from strop.engine.torch.cpu.kernels import attention_over
 from strop.engine.torch.kv_cache import KV_STEP, Chunk, KvCache, Row, StepShape
 from strop.engine.torch.weights import DecoderWeights, LayerWeights
 from strop.errors import ModelError

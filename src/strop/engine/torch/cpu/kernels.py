@@ -7,14 +7,19 @@ torch's own operators read the cache at half the speed of this memory and cost t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from strop.engine.model_directory import Architecture
+from strop.engine.torch.attention import Tables, Tokens, TorchAttention
 from strop.engine.torch.cpu.compiled import proven
-from strop.engine.torch.kv_cache import KV_STEP
+from strop.engine.torch.kv_cache import KV_STEP, Chunk, KvCache, Row, StepShape
+from strop.engine.torch.weights import LayerWeights
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _PAIRED, _LANES, _MAX_DIM, _MAX_GROUP = 32, 16, 256, 16  # of kernels.c and avx512.h
@@ -116,6 +121,85 @@ def kernels_for(
         and hidden_size % _LANES == 0
     )
     return _compiled() if fits else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPlan:
+    slots: Tensor  # (real tokens,) int64
+    positions: Tensor  # (real tokens,) int64
+    lengths: Tensor  # (real tokens,) int64: columns that each reads, its own included
+    lenders: Tensor  # (real tokens,) int64: where the first of them may be read
+    lent: Tensor  # (real tokens,) int64: how many
+    num_rows: int
+
+
+class KernelAttention:
+    """With compiled kernels. Rows and tokens of chunks are alike: each reads its own columns, and no padding."""
+
+    def __init__(self, kernels: Kernels, cache: KvCache, architecture: Architecture, tables: Tables) -> None:
+        self._kernels, self._cache, self._architecture, self._tables = kernels, cache, architecture, tables
+        self.buffers: tuple[Tensor, ...] = tables
+
+    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return self._kernels.norm(hidden, weight, self._architecture.norm_eps)
+
+    def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> KernelPlan:
+        return self._planned(tokens, tokens.positions + 1)
+
+    def plan_slots(self, tokens: Tokens, num_columns: int) -> KernelPlan:
+        # A slot without a token writes to the last column of all, and reads no more than the others.
+        return self._planned(tokens, (tokens.positions + 1).clamp_max(num_columns))
+
+    def read(self, layer: LayerWeights, index: int, qkv: Tensor, plan: KernelPlan, *, with_chunks: bool) -> Tensor:
+        shape, keys, values = self._architecture, self._cache.keys[index], self._cache.values[index]
+        self._kernels.place(
+            qkv,
+            keys,
+            values,
+            plan.slots,
+            plan.positions,
+            num_heads=shape.num_heads,
+            tables=self._tables,
+            norms=(layer.q_norm, layer.k_norm),
+            eps=shape.norm_eps,
+        )
+        num_wanted = len(plan.slots) if with_chunks else plan.num_rows
+        return self._kernels.attend(
+            qkv if with_chunks else qkv[:num_wanted],
+            keys,
+            values,
+            plan.slots[:num_wanted],
+            plan.lengths[:num_wanted],
+            plan.lenders[:num_wanted],
+            plan.lent[:num_wanted],
+            num_heads=shape.num_heads,
+        )
+
+    def _planned(self, tokens: Tokens, lengths: Tensor) -> KernelPlan:
+        real = slice(tokens.num_real)
+        return KernelPlan(
+            slots=tokens.slots[real],
+            positions=tokens.positions[real],
+            lengths=lengths[real],
+            lenders=tokens.lenders[real],
+            lent=torch.minimum(tokens.lent[real], lengths[real]),
+            num_rows=tokens.num_rows,
+        )
+
+
+def attention_over(cache: KvCache, architecture: Architecture, tables: Tables) -> TorchAttention | KernelAttention:
+    """The fastest that this machine and model allow."""
+    kernels = kernels_for(
+        dtype=cache.keys.dtype,
+        device=cache.keys.device,
+        head_dim=architecture.head_dim,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        hidden_size=architecture.hidden_size,
+    )
+    if kernels is None:
+        return TorchAttention(cache, architecture, tables)
+    return KernelAttention(kernels, cache, architecture, tables)
 
 
 @cache
