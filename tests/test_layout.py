@@ -101,17 +101,17 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1261,
     "curation": 1460,  # 1600
     "doctor": 1649,
-    "engine": 6374,  # 6000
+    "engine": 6365,  # 6000
     "evaluation": 1603,  # 1400
     "pipeline": 1550,
     "recipe": 1073,
     "reports": 3329,  # 3500
     "rewards": 3512,  # 2600
-    "rollout": 5051,
+    "rollout": 5035,
     "runs": 684,
     "sandbox": 10682,  # 10500
     "simulation": 920,  # 900
-    "stages": 6328,  # 3800
+    "stages": 6329,  # 3800
     "tasks": 2872,  # 2200
     "tools": 2397,  # 2000
     "training": 4975,  # 4500
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 321  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_217  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_788  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 45_206  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_764  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -106,15 +106,6 @@ class Capacity:
     block_tokens: int | None = None  # tokens of a KV block, if the engine reports it
 
 
-class TakesWeights(Protocol):
-    """A target for weights: one engine, or several at once. See `InferenceEngine.load_weights`."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    async def load_weights(self, publication: Publication) -> None: ...
-
-
 class InferenceEngine(Protocol):
     """Samples from the newest published weights. Many rollouts may call it at once."""
 

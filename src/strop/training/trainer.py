@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from strop.algorithms.method import Column
 from strop.cluster.placement import Node
-from strop.engine.protocol import COPIED_AT_ONCE, NamedTensor, TakesWeights
+from strop.engine.protocol import COPIED_AT_ONCE, InferenceEngine, NamedTensor
 from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import end_team
 from strop.training.assembly import LearnerOptions, open_learner
@@ -161,7 +161,7 @@ class Trainer:
         """Make one step of the critic's optimizer on the batch, which has values and returns. Raises as `update`."""
         return await self._thread.run(lambda: self.learner.update_critic(batch, loss, statistics))
 
-    async def publish(self, engine: TakesWeights, *, version: int) -> str:
+    async def publish(self, engine: InferenceEngine, *, version: int) -> str:
         """Give the engine the weights in its dtype. Return their checksum when the engine has confirmed it."""
         async with await self.publication(engine.capabilities.dtype, version=version) as publication:
             await engine.load_weights(publication)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from pools import assert_exact, fail_at, play_all, pool_of, undisturbed
+from test_publication import WEIGHTS, Publisher
 from virtual_time import run
 from worlds import FAULTS, Conversations, FragileEngine, Watcher, tokens_of
 
@@ -61,12 +63,7 @@ def test_finished_turns_are_kept_when_their_engine_dies():
 
 def test_a_lost_engine_is_replaced_by_one_that_got_the_current_weights():
     async def scenario():
-        published, opened = [], []
-
-        async def publish(taker):
-            published.append(taker.engine)
-            taker.engine._policy_version = 4
-            return "of version 4"
+        opened = []
 
         async def open_another(place, name):
             await asyncio.sleep(2.0)
@@ -75,12 +72,14 @@ def test_a_lost_engine_is_replaced_by_one_that_got_the_current_weights():
 
         bad, watcher = FragileEngine(max_running=4), Watcher()
         pool = pool_of(bad, watcher=watcher, open_another=open_another)
-        assert await pool.publish(publish, version=4) == "of version 4"
+        await pool.publish(partial(Publisher().publish, version=4), version=4)
         spoiling = asyncio.ensure_future(fail_at(1.0, bad, "die"))
         groups = await play_all(pool, watcher)
         await spoiling
         assert [kind for kind, _, _ in watcher.engine_events] == ["lost", "joined"]
-        assert published[1:] == opened
+        [newcomer] = opened
+        assert newcomer.policy_version == 4
+        assert newcomer.weights.keys() == WEIGHTS.keys()
         assert list(pool.engines) == ["engine-0.2"]
         assert watcher.engine_events[1] == ("joined", "engine-0.2", "engine-0")
         assert_exact(pool, groups, watcher)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -34,10 +35,10 @@ class Publisher:
     async def checksum(self):
         return weights_checksum(self.weights.items())
 
-    async def publish(self, taker, *, version):
+    @asynccontextmanager
+    async def publish(self, dtype, *, version):
         async with Publication(self, version=version) as publication:
-            await taker.load_weights(publication)
-            return await publication.checksum()
+            yield publication
 
 
 def pool_of(*engines, watcher=None, **options):

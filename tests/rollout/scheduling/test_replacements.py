@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,8 +75,10 @@ def test_a_publication_that_fails_keeps_no_replacement_waiting_for_ever():
             await asyncio.sleep(50.0)
             return FragileEngine(policy_version=-1)
 
-        async def broken(taker):
+        @asynccontextmanager
+        async def broken(dtype):
             raise EngineLost("the trainer fell over")
+            yield
 
         pool = pool_of(good, bad, watcher=watcher, open_another=open_another)
         await pool.publish(partial(publisher.publish, version=1), version=1)

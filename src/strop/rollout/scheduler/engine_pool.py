@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from strop.engine.protocol import (
-    Capabilities,
     Capacity,
     CompletionRequest,
     InferenceEngine,
-    TakesWeights,
     check_completion,
 )
 from strop.engine.publication import Publication
@@ -26,6 +24,9 @@ from strop.rollout.scheduler.report import BatchReport
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.types import Completion
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 600.0
@@ -36,8 +37,8 @@ _SETTLE_S = 5.0  # for cancelled completions to end
 _CLOSE_S = 60.0
 _ResultT = TypeVar("_ResultT")
 
-Publish = Callable[[TakesWeights], Awaitable[str]]
-"""Sends the current weights and returns their checksum once they are proved."""
+Publish: TypeAlias = "Callable[[torch.dtype], AbstractAsyncContextManager[Publication]]"
+"""Offers the current weights in a dtype, as long as the context lasts."""
 
 
 class EnginePool:
@@ -111,7 +112,7 @@ class EnginePool:
         return self._report
 
     async def publish(self, publish: Publish, *, version: int) -> str:
-        """Let `publish` send the weights of `version` to every engine, and return their checksum.
+        """Send the weights of `version`, which `publish` offers, to every engine, and return their checksum.
 
         Engines that cannot prove the weights are removed and replaced ("weights are proven").
 
@@ -261,8 +262,20 @@ class EnginePool:
 
         Raises:
             WeightsNotProven: the weights differ from those that were published as this version before.
+            ModelError: the engines' weights have different types, so that one checksum cannot prove them.
         """
-        checksum = await publish(engines[0] if len(engines) == 1 else _Several(engines))
+        dtypes = {engine.name: engine.engine.capabilities.dtype for engine in engines}
+        if len(set(dtypes.values())) > 1:
+            raise ModelError(f"the engines hold weights of different types: {dtypes}. Give all of them the same dtype.")
+        async with publish(dtypes[engines[0].name]) as publication:
+            loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in engines]
+            try:
+                await asyncio.gather(*loads)
+            finally:
+                for load in loads:
+                    load.cancel()
+                await asyncio.wait(loads)
+            checksum = await publication.checksum()
         if self._checksum not in ("", checksum):
             raise WeightsNotProven(
                 f"the trainer's weights were changed since version {self._version} was published: their checksum is {checksum},"
@@ -360,10 +373,6 @@ class PooledEngine:
         except (TimeoutError, MachineError, OSError) as error:
             logger.warning("%s did not release %s: %s", self.name, request_id, error or f"waited {_RELEASE_S:g} s")
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
-
     async def load_weights(self, publication: Publication) -> None:
         """Take weights. A failure of the engine is kept in `weights_error`; an error of the trainer is raised."""
         within_s, self.weights_error = self._publish_deadline_s, None
@@ -417,31 +426,6 @@ class PooledEngine:
     def _cancel(self) -> None:
         for task in self._running:
             task.cancel()
-
-
-class _Several:
-    """Takes weights as one engine does, for several at once. `weights_error` says of each why it did not prove them."""
-
-    def __init__(self, engines: Sequence[PooledEngine]) -> None:
-        """Raises `ModelError` if the engines' weights have different types, so that one checksum cannot prove them."""
-        self._engines = engines
-        dtypes = {engine.name: engine.capabilities.dtype for engine in engines}
-        if len(set(dtypes.values())) > 1:
-            raise ModelError(f"the engines hold weights of different types: {dtypes}. Give all of them the same dtype.")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._engines[0].capabilities
-
-    async def load_weights(self, publication: Publication) -> None:
-        """Return when every engine has proved the weights or failed. Raises errors of the trainer."""
-        loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in self._engines]
-        try:
-            await asyncio.gather(*loads)
-        finally:
-            for load in loads:
-                load.cancel()
-            await asyncio.wait(loads)
 
 
 def make_spec(name: str, capacity: Capacity) -> EngineSpec:

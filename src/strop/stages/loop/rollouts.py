@@ -13,11 +13,11 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.method import Selection
 from strop.engine.model_directory import config_of
-from strop.engine.protocol import TakesWeights
 from strop.engine.publication import Publication
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
@@ -149,17 +149,18 @@ class _Publish:
         self._trainer, self._version, self._lasts, self._keeps_requests = trainer, version, lasts, keeps_requests
         self._publication: Publication | None = None  # whose files last
 
-    async def __call__(self, engines: TakesWeights) -> str:
-        """Return the checksum, once the engines have proved it."""
+    @asynccontextmanager
+    async def __call__(self, dtype: torch.dtype) -> AsyncIterator[Publication]:
         if not self._lasts:
-            return await self._trainer.publish(engines, version=self._version)
+            async with await self._trainer.publication(dtype, version=self._version) as publication:
+                yield publication
+            return
         if self._publication is None:
-            publication = await self._trainer.publication(engines.capabilities.dtype, version=self._version)
+            publication = await self._trainer.publication(dtype, version=self._version)
             publication.keeps_requests = self._keeps_requests
             await publication.files()
             self._publication = publication
-        await engines.load_weights(self._publication)
-        return await self._publication.checksum()
+        yield self._publication
 
     async def close(self) -> None:
         if self._publication is not None:
