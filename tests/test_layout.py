@@ -101,7 +101,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1261,
     "curation": 1460,  # 1600
     "doctor": 1649,
-    "engine": 6365,  # 6000
+    "engine": 6350,  # 6000
     "evaluation": 1603,  # 1400
     "pipeline": 1550,
     "recipe": 1073,
@@ -114,15 +114,15 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "stages": 6329,  # 3800
     "tasks": 2872,  # 2200
     "tools": 2397,  # 2000
-    "training": 4975,  # 4500
+    "training": 4964,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 321  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_206  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_764  # goal: 52 000
+    assert len(FILES) <= 320  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 45_185  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_738  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -33,7 +33,7 @@ class Home:
         if before is None or not before.is_alive:
             log = self.folder / f"{name}.log"
             before = self.lent[name] = await ActorEngine.start(self.model, config, name=name, log=log, version=None)
-        described = (before.capabilities, before.capacity, before.vocab_size, -1)
+        described = (before.capabilities, before.capacity, -1)
         lent = self.lent[name] = ActorEngine(name, config, before._actor, before._oom_kills, described)
         return lent
 

@@ -1,8 +1,8 @@
 """An engine in a separate process, here or on another node: the failure of one does not end the others.
 
-Ray starts the process. Whatever shows that it cannot be trusted any more (it died, fell silent, gave an impossible answer, ran
-out of memory) ends it, and with it every request, by `EngineLost`. A slow request is another matter: the process answers pings
-from a thread that computes nothing.
+Ray starts the process. Whatever shows that it cannot be trusted any more (it died, fell silent, ran out of memory) ends it, and
+with it every request, by `EngineLost`. A slow request is another matter: the process answers pings from a thread that computes
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.cluster.actor import Actor
 from strop.cluster.placement import Node
 from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import config_of, has_tokenizer
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe, check_completion
+from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe
 from strop.engine.publication import Publication
 from strop.engine.published_files import naming_damage
 from strop.engine.servers.process import num_oom_kills
@@ -43,13 +43,12 @@ class ActorEngine:
     """
 
     def __init__(
-        self, name: str, config: AnyEngine, actor: Actor, oom_kills: int, described: tuple[Capabilities, Capacity, int, int]
+        self, name: str, config: AnyEngine, actor: Actor, oom_kills: int, described: tuple[Capabilities, Capacity, int]
     ) -> None:
         """Of a process that has opened its engine; `start` is what others call."""
         self.name = name
         self._config, self._actor, self._oom_kills = config, actor, oom_kills
-        self._capabilities, self._capacity, self._vocab_size, self._policy_version = described
-        self._newest = self._policy_version  # or on its way
+        self._capabilities, self._capacity, self._policy_version = described
         self._load_s = config.stall_timeout_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0)
         self._probes = itertools.count()
         self._doubt = ""  # empty: what the process itself says of its weights counts
@@ -118,10 +117,6 @@ class ActorEngine:
         return self._capacity
 
     @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
     def policy_version(self) -> int:
         return self._policy_version
 
@@ -129,16 +124,9 @@ class ActorEngine:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         if self._doubt:
             raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
-        asked_at = self._policy_version
-        probe = request.probe
-        asking = self._call("complete", request) if probe is None else self._complete_probed(request, probe)
-        completion: Completion = await asking
-        try:
-            check_completion(
-                request, completion, vocab_size=self._vocab_size, policy_version=asked_at, newest=max(asked_at, self._newest)
-            )
-        except EngineLost as error:
-            raise EngineLost(str(self._actor.lose(f"is lost: {error}"))) from error
+        if request.probe is not None:
+            return await self._complete_probed(request, request.probe)
+        completion: Completion = await self._call("complete", request)
         return completion
 
     async def progress(self) -> int:
@@ -162,7 +150,7 @@ class ActorEngine:
         except ActorsLost as error:
             raise EngineLost(str(self._actor.lose(f"did not get the weights: {error}"))) from error
         files = (directory, publication.version, checksum, publication.keeps_requests)
-        self._doubt, self._newest = "", publication.version  # requests that come now wait in the engine
+        self._doubt = ""  # requests that come now wait in the engine
         try:
             async with asyncio.timeout(self._load_s):
                 version, self._capabilities = await self._call("load_weights", *files)
@@ -225,9 +213,8 @@ def _as_engine(oom_kills: int) -> Iterator[None]:
 class _HostedEngine:
     """What runs in the process."""
 
-    def __init__(self, engine: InferenceEngine, vocab_size: int) -> None:
+    def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
-        self._vocab_size = vocab_size
         self._loading = asyncio.Lock()
         self._told: dict[int, asyncio.Future[tuple[float, ...]]] = {}
 
@@ -236,20 +223,18 @@ class _HostedEngine:
         cls, path: Path, config: EngineConfig | VllmConfig | SglangConfig, version: int | None, name: str, logs: Path
     ) -> Self:
         with _naming_failures():
-            model_config = config_of(path)
             if not isinstance(config, EngineConfig):
                 from strop.engine.opening import open_engines  # which opens these processes
 
                 [server] = await open_engines(path, config, detokenize=None, logs=logs, names=[f"{name}-server"])
-                return cls(server, model_config.vocab_size)
+                return cls(server)
             keep_little_freed_memory()
             if version is None:
-                return cls(TorchEngine(model_config, config, detokenize=_detokenizer(path)), model_config.vocab_size)
-            opened = TorchEngine.from_directory(path, config, version=version, detokenize=_detokenizer(path))
-            return cls(opened, model_config.vocab_size)
+                return cls(TorchEngine(config_of(path), config, detokenize=_detokenizer(path)))
+            return cls(TorchEngine.from_directory(path, config, version=version, detokenize=_detokenizer(path)))
 
-    async def describe(self) -> tuple[Capabilities, Capacity, int, int]:
-        return self._engine.capabilities, self._engine.capacity, self._vocab_size, self._engine.policy_version
+    async def describe(self) -> tuple[Capabilities, Capacity, int]:
+        return self._engine.capabilities, self._engine.capacity, self._engine.policy_version
 
     async def complete(self, request: CompletionRequest, number: int = -1, num_probed: int = 0) -> Completion:
         with _naming_failures():
