@@ -35,6 +35,7 @@ NUM_GROUPS, GROUP_SIZE = 512, 32  # rStar2-Agent section 4.3
 SLOTS, SLOT_TOKENS = 64, 9216  # of each engine: a prompt of up to 1024 and a response of up to 8192 tokens
 NUM_ENGINES = 16  # of the bars
 SCALE = (8, 16, 32, 64, 128, 512)
+SCALE_BARS = {128: 1.05, 512: 1.15}  # of the best offline schedule
 GRID_ROLLOUTS, GRID_ENGINES, GRID_GROUPS = 512, (8, 16, 64), (8, 16, 32)
 FIFO, OURS, STATIC = SchedulerConfig(order="fifo"), SchedulerConfig(), SchedulerConfig(policy="static")
 
@@ -170,7 +171,7 @@ def grid(console: Console, timing: EngineTiming) -> tuple[dict[str, float], dict
     return ratios, bars
 
 
-def scale(console: Console, timing: EngineTiming) -> dict[str, Any]:
+def scale(console: Console, timing: EngineTiming) -> tuple[dict[str, Any], dict[str, Any]]:
     """The heavy trace on more engines: fewer rollouts a slot, until the longest rollout alone decides."""
     table = Table(
         *("engines", "rollouts a slot", "bound", "longest alone", "best offline", "ours", "/ offline", "/ bound"),
@@ -179,6 +180,7 @@ def scale(console: Console, timing: EngineTiming) -> dict[str, Any]:
     )
     trace = make("heavy")
     figures: dict[str, Any] = {}
+    bars: dict[str, Any] = {}
     for num in SCALE:
         machines = slots(num, timing)
         started = time.perf_counter()
@@ -194,6 +196,9 @@ def scale(console: Console, timing: EngineTiming) -> dict[str, Any]:
             "static_s": static.makespan_s,
             "real_s": taken,
         }
+        if num in SCALE_BARS:
+            over, bar = ours.makespan_s / offline_s, SCALE_BARS[num]
+            bars[f"heavy_{num}_engines_over_best_offline"] = {"value": over, "bar": f"<= {bar}", "holds": over <= bar}
         table.add_row(
             *(str(num), f"{NUM_GROUPS * GROUP_SIZE / (num * SLOTS):.1f}", f"{bound_s:.0f}"),
             *(f"{critical_path_s(trace, machines):.0f}", f"{offline_s:.0f}", f"{ours.makespan_s:.0f}"),
@@ -202,7 +207,7 @@ def scale(console: Console, timing: EngineTiming) -> dict[str, Any]:
             *(f"{static.makespan_s / ours.makespan_s:.2f}", f"{ours.scheduling_us_per_event:.1f}", f"{taken:.1f}"),
         )
     console.print(table)
-    return figures
+    return figures, bars
 
 
 def memory(console: Console) -> dict[str, Any]:
@@ -250,7 +255,8 @@ def main() -> int:
     figures, bars = policies(console, timing)
     ratios, more_bars = grid(console, timing)
     calls, bars_of_calls = scheduler_calls.measure(console, engines_of_calls())
-    bars |= more_bars | bars_of_calls
+    scaled, bars_of_scale = scale(console, timing)
+    bars |= more_bars | bars_of_calls | bars_of_scale
     results = {
         "command": COMMAND,
         "seed": SEED,
@@ -259,7 +265,7 @@ def main() -> int:
         "figures": {
             "policies": figures,
             "static_over_ours": ratios,
-            "scale": scale(console, timing),
+            "scale": scaled,
             "paged_memory": memory(console),
             "tool_calls": calls,
         },

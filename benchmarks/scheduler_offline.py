@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from strop.rollout.scheduler.admission import WaitingGroup, WaitingQueue
-from strop.rollout.scheduler.scheduler import Scheduler, SchedulerConfig
+from strop.rollout.scheduler.admission import Rollout, WaitingGroup, WaitingQueue
+from strop.rollout.scheduler.scheduler import RunReason, Scheduler, SchedulerConfig
 from strop.simulation.simulate import Outcome, SimulatedMachine, offers_of, prices_of, simulate, tokens_of
 from strop.simulation.trace import Trace, TracedGroup, TracedRollout
 from strop.types import RolloutKey
@@ -33,6 +33,9 @@ class _Informed(Scheduler):
     def __init__(self, lengths: Mapping[RolloutKey, float]) -> None:
         super().__init__(_LONGEST_FIRST)
         self._queue = _KnownLengths(lengths)
+
+    def _continue(self, rollout: Rollout) -> None:
+        self._run(rollout, RunReason.CONTINUE)  # it never moves: what starts in the right place can stay there
 
 
 def _simulate_informed(trace: Trace, machines: Sequence[SimulatedMachine], *, by_group: bool = False) -> Outcome:

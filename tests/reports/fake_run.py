@@ -163,6 +163,7 @@ def _scheduler_metrics(rollout_s: float, latency_s: float, chance: random.Random
         "scheduler/lost_turns": 0,
         "scheduler/evictions": 0,
         "scheduler/recomputed_tokens": 0,
+        "scheduler/moved_tokens": 0,
         "scheduler/branches_queued": 0,
         "scheduler/branch_cached_token_share": 0.99,
         "scheduler/queue_max": chance.randint(120, 160),

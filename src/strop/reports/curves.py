@@ -209,7 +209,14 @@ ENGINES = (
         {"scheduler/cached_token_share": "cached"},
         "Share of the requests' tokens that were not computed again.",
     ),
-    Panel("Computed twice", {"scheduler/recomputed_tokens": "tokens"}, "After evictions and lost engines."),
+    Panel(
+        "Computed twice",
+        {
+            "scheduler/recomputed_tokens": "after evictions and lost engines",
+            "scheduler/moved_tokens": "on an engine with less to do",
+        },
+        "Tokens.",
+    ),
     Panel(
         "Lost",
         {

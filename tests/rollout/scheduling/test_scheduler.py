@@ -180,10 +180,11 @@ def test_branches_that_wait_start_in_the_memory_that_their_parent_leaves_the_lon
 
 
 def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn() -> None:
-    one = scheduler(engine("a", kv_blocks=200), engine("b", kv_blocks=200))
+    one = scheduler(engine("a", kv_blocks=200))
     offer(one, 0, num=2)
     one.turn_finished(1.0, key(0, 0), run=1, num_tokens=10)
     one.tool_finished(2.0, key(0, 0), num_tokens=5)
+    one.engine_joined(2.0, engine("b", kv_blocks=200))
     first, second = one.engine_died(3.0, "a")
     assert first == Run(key=key(0, 0), engine="b", run=3, reason=RunReason.RESTART, max_tokens=35)
     assert second == Run(key=key(0, 1), engine="b", run=2, reason=RunReason.RESTART, max_tokens=50)
@@ -191,6 +192,23 @@ def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn()
     assert late == []
     finish(one, key(0, 0), run=3, num_tokens=20, now_s=5.0)
     assert (one.ledger.lost_turns, one.ledger.stale_answers, one.ledger.sampled_tokens) == (2, 1, 30)
+
+
+@pytest.mark.parametrize(("num_tokens", "moves"), [(15, True), (70, False)])
+def test_a_rollout_moves_between_turns_to_an_engine_that_has_much_less_to_compute(num_tokens: int, moves: bool) -> None:
+    one = scheduler(engine("a", kv_blocks=400), engine("b", kv_blocks=400))
+    offer(one, 0, num=2, max_tokens=100)
+    one.turn_finished(1.0, key(0, 0), run=1, num_tokens=num_tokens - 5)
+    actions = one.tool_finished(2.0, key(0, 0), num_tokens=5)
+    # Its context and that of the other, of 30 tokens: 45 of 75 are less than 0.7, 100 of 130 are not.
+    left, name = 100 - num_tokens, "b" if moves else "a"
+    reason = RunReason.MOVE if moves else RunReason.CONTINUE
+    run = Run(key=key(0, 0), engine=name, run=2, reason=reason, max_tokens=left)
+    assert actions == ([Release(key=key(0, 0), engine="a"), run] if moves else [run])
+    assert (one.ledger.moved_tokens, one.ledger.recomputed_tokens) == (40 if moves else 0, 0)
+    finish(one, key(0, 0), run=2, num_tokens=1, now_s=3.0)
+    finish(one, key(0, 1), run=1, num_tokens=1, now_s=3.0)
+    assert [reserved_blocks(one, each, of=400) for each in sorted({"a", name})] == [0] * (1 + moves)
 
 
 def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import re
 import shutil
@@ -36,6 +37,8 @@ from strop.engine.servers.server import (
 )
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 
+_log = logging.getLogger(__name__)
+
 EXTENSION = Path(__file__).with_name("extension")
 EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
 TRANSFER = {"backend": "strop"}  # which the extension registers
@@ -53,6 +56,9 @@ class VllmServer(Server[VllmConfig]):
         super().__init__(client, config)
         self._folder = folder
         self._shared: set[Path] = set()
+        if config.tensor_parallel > 1:  # no worker holds a whole matrix to multiply with
+            how = "by names, shapes and checksum, but not by what its workers compute with"
+            _log.warning("%s: with tensor_parallel = %d weights are proven %s.", client.name, config.tensor_parallel, how)
 
     @classmethod
     async def start(cls, name: str, model: ModelFacts, config: VllmConfig, *, log: Path) -> Self:

@@ -26,6 +26,7 @@ class Ledger:
     stale_answers: int = 0  # completions that came back after their engine was lost or their rollout had ended; not counted
     branches_queued: int = 0  # for which their parent's engine had no room at once
     recomputed_tokens: int = 0  # that an engine had computed before: after evictions and lost engines
+    moved_tokens: int = 0  # of contexts that an engine with less to compute computed again
     tool_wait_s: float = 0.0  # between the end of a turn and the start of its tools
     tool_run_s: float = 0.0  # between the start of the tools and their last answer
     queue_wait_s: float = 0.0  # between the offer and the first run
@@ -161,7 +162,7 @@ class BatchReport:
             "scheduler/restarts": float(ledger.runs["restart"]),
             "scheduler/evictions": float(self.evictions),
             "scheduler/queue_max": self.queue.max,
-            **ledger.as_metrics("lost_turns", "recomputed_tokens", "branches_queued"),
+            **ledger.as_metrics("lost_turns", "recomputed_tokens", "moved_tokens", "branches_queued"),
             **ledger.as_metrics("longest_rollout_s", "longest_rollout_tokens"),
         }
         if self.request_tokens:

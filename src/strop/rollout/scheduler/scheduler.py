@@ -66,6 +66,7 @@ class RunReason(StrEnum):
     START = "start"  # the first turn: the prompt
     BRANCH = "branch"  # the first turn of a branch: all but its last ids are cached for its parent
     CONTINUE = "continue"  # everything but the newest observation is cached
+    MOVE = "move"  # another engine has less to compute: nothing but the prompt may be cached there
     RESTART = "restart"  # the rollout lost its engine: nothing but the prompt may be cached
 
 
@@ -119,7 +120,8 @@ class Scheduler:
     """The load-balanced scheduler of rStar2-Agent (arXiv 2508.20722, section 3.2).
 
     It starts a rollout where its largest possible length can be held, so that no engine has to evict. A rollout stays on its
-    engine to its end, and waits for no other rollout. Whenever memory is freed the next one starts.
+    engine, unless another one has much less to compute when a turn begins, and waits for no other rollout. Whenever memory is
+    freed the next one starts.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -196,7 +198,7 @@ class Scheduler:
             return
         if num_tokens > rollout.max_tokens:
             raise StropError(f"rollout {key} has {rollout.max_tokens} tokens left, but sampled {num_tokens}.")
-        rollout.context_tokens += num_tokens
+        self._grow(rollout, num_tokens)
         rollout.known_tokens = rollout.context_tokens
         self.ledger.turns += 1
         self.ledger.sampled_tokens += num_tokens
@@ -228,7 +230,7 @@ class Scheduler:
         self.ledger.observation_tokens += num_tokens
         if rollout.tool_started_s is not None:
             self.ledger.tool_run_s += self._now_s - rollout.tool_started_s
-        rollout.context_tokens += num_tokens
+        self._grow(rollout, num_tokens)
         self._continue(rollout)
 
     @_event
@@ -295,6 +297,10 @@ class Scheduler:
         """Continue after an observation, now or later."""
         if rollout.engine is None:  # lost while the tools ran
             self._restart(rollout)
+        elif (engine := self._lighter_engine(rollout)) is not None:
+            self._leave(rollout)
+            self.ledger.moved_tokens += self._enter(rollout, engine)
+            self._run(rollout, RunReason.MOVE)
         else:
             self._run(rollout, RunReason.CONTINUE)
 
@@ -306,6 +312,7 @@ class Scheduler:
             self._queue.offer_first(branch)
             return
         engine.fork(parent.key, branch.key, at, total)
+        engine.tokens += branch.context_tokens
         self._update(engine, parent.size)
         branch.engine = engine
         self._run(branch, RunReason.BRANCH)
@@ -315,11 +322,7 @@ class Scheduler:
         if rollout.phase is Phase.WAITING:
             self._queue.drop(rollout)
             self._let_go(rollout)
-        if (engine := rollout.engine) is not None:
-            engine.release(rollout.key)
-            self._update(engine, rollout.size)
-            self._record_usage(engine)
-            self._actions.append(Release(key=rollout.key, engine=engine.name))
+        self._leave(rollout)
         if not rollout.is_branch:
             self._queue.ended(rollout.size.group)
         self._pass_on(rollout)
@@ -383,17 +386,36 @@ class Scheduler:
     def _start(self, group: WaitingGroup, engine: Engine) -> None:
         rollout = group.waiting[0] if self._placement is None else self._placement.least_started(engine, group)
         self._queue.take(group, rollout)
-        cached = rollout.size.prompt_tokens if rollout.size.prompt in engine.prompts else 0
-        engine.reserve(rollout.key, rollout.size)
-        self._update(engine, rollout.size)
-        rollout.engine = engine
+        num_known = self._enter(rollout, engine)
         if rollout.is_branch and not rollout.num_runs:
             self._let_go(rollout)
             self._run(rollout, RunReason.BRANCH)
             return
         if rollout.num_runs:
-            self.ledger.recomputed_tokens += max(0, rollout.known_tokens - cached)
+            self.ledger.recomputed_tokens += num_known
         self._run(rollout, RunReason.RESTART if rollout.num_runs else RunReason.START)
+
+    def _lighter_engine(self, rollout: Rollout) -> Engine | None:
+        """The engine to which a rollout moves, if that is worth it. One that branches wait for stays: they share its memory."""
+        return None if self._placement is None or rollout.branches else self._placement.lighter(rollout)
+
+    def _enter(self, rollout: Rollout, engine: Engine) -> int:
+        """Reserve memory on an engine that has room. Return the tokens that it computes though another engine did before."""
+        cached = rollout.size.prompt_tokens if rollout.size.prompt in engine.prompts else 0
+        engine.reserve(rollout.key, rollout.size)
+        engine.tokens += rollout.context_tokens
+        self._update(engine, rollout.size)
+        rollout.engine = engine
+        return max(0, rollout.known_tokens - cached)
+
+    def _leave(self, rollout: Rollout) -> None:
+        """Free what the rollout holds of its engine, if it has one."""
+        if (engine := rollout.engine) is not None:
+            engine.release(rollout.key)
+            engine.tokens -= rollout.context_tokens
+            self._update(engine, rollout.size)
+            self._record_usage(engine)
+            self._actions.append(Release(key=rollout.key, engine=engine.name))
 
     def _restart(self, rollout: Rollout) -> None:
         rollout.phase = Phase.WAITING
@@ -455,6 +477,11 @@ class Scheduler:
         assert rollout.engine is not None
         rollout.engine.num_running -= 1
         self._record_usage(rollout.engine)
+
+    def _grow(self, rollout: Rollout, num_tokens: int) -> None:
+        rollout.context_tokens += num_tokens
+        if rollout.engine is not None:
+            rollout.engine.tokens += num_tokens
 
     def _find(self, key: RolloutKey) -> Rollout:
         if key not in self._rollouts:
