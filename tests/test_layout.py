@@ -105,7 +105,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "evaluation": 1603,  # 1400
     "pipeline": 1550,
     "recipe": 1073,
-    "reports": 3336,  # 3500
+    "reports": 2929,  # 3500
     "rewards": 3512,  # 2600
     "rollout": 5081,
     "runs": 684,
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 320  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_229  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_797  # goal: 52 000
+    assert len(FILES) <= 319  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 44_834  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_390  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from strop.reports.evaluations import benchmark_table
-from strop.reports.log import STEPPED, why_stale
+from strop.reports.log import why_stale
 from strop.reports.scales import Table, Unit, duration, figure
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
@@ -181,7 +181,7 @@ class ConsoleProgress:
 
     def _is_worth_a_line(self, stage: _Stage, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether a step gets a line: each step with rollouts, a few of a quick stage, and none that only moves the bar."""
-        if stage.kind in STEPPED or step == stage.total:
+        if "rollout/reward_mean" in metrics or step == stage.total:
             return bool(metrics) or stage.bar is None
         if not metrics and stage.bar is not None:
             return False

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines
 
 Metrics: TypeAlias = Mapping[str, float]
-STEPPED = ("rl", "expert_iteration")
-"""Kinds of stages whose steps are a batch of rollouts to learn from."""
 
 
 class StageState(StrEnum):
@@ -54,7 +52,7 @@ class StageLog:
     @property
     def is_stepped(self) -> bool:
         """Whether each of its steps is a batch of rollouts to learn from."""
-        return self.kind in STEPPED
+        return any(key.startswith("rollout/") for key in self.metrics)
 
     @property
     def has_several_updates(self) -> bool:
@@ -159,8 +157,7 @@ def read_run(run: RunDirectory) -> RunLog:
     """
     manifest: dict[str, Any] = read_json(run.manifest)
     rows, updates, events = read_lines(run.metrics), read_lines(run.updates), read_lines(run.events)
-    named: dict[str, dict[str, Any]] = {name: stage or {} for name, stage in (manifest.get("stages") or {}).items()}
-    names = _in_order(named, events, rows)
+    stages: dict[str, dict[str, Any]] = manifest.get("stages") or {}  # in the order in which they run
     recipe = manifest.get("recipe") or {}
     return RunLog(
         name=str(manifest.get("name") or run.path.name),
@@ -168,10 +165,10 @@ def read_run(run: RunDirectory) -> RunLog:
         seed=str(manifest.get("seed", "")),
         versions={str(key): str(value) for key, value in (manifest.get("versions") or {}).items()},
         recipe=_flat(recipe),
-        stages=tuple(_stage(run, name, named.get(name, {}), rows, updates, events) for name in names),
+        stages=tuple(_stage(run, name, said, rows, updates, events) for name, said in stages.items()),
         evaluations=tuple(
             _evaluation(name, read_json(path), (recipe.get("stages") or {}).get(name) or {})
-            for name in names
+            for name in stages
             if (path := run.stage(name).evaluation).exists()
         ),
         warnings=_warnings(events),
@@ -294,26 +291,6 @@ def utilisation(steps: Iterable[Metrics]) -> tuple[str, ...]:
         return ()
     shares = (f"{name} {seconds / total_s:.0%}" for name, seconds in (("trainer", trainer_s), ("engines", engines_s)))
     return (*shares, *([f"{calls_s / total_s:.2g} tool calls at once"] if calls_s else []))
-
-
-def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """Return the stages in the order in which they ran, then the others, each after its inputs.
-
-    The manifest's keys may be sorted by name, so they do not give the order.
-    """
-    ran = [str(line["stage"]) for line in [*events, *rows] if "stage" in line]
-    names = list(dict.fromkeys(ran))
-    waiting = [name for name in named if name not in names]
-    while waiting:
-        ready = [name for name in waiting if _needs(named[name]).isdisjoint(waiting)] or waiting
-        names += ready
-        waiting = [name for name in waiting if name not in ready]
-    return names
-
-
-def _needs(stage: Mapping[str, Any]) -> set[str]:
-    inputs = [name for names in (stage.get("inputs") or {}).values() for name in names]
-    return {str(name) for name in [stage.get("init"), *inputs] if name}
 
 
 def _evaluation(stage: str, result: Mapping[str, Any], recipe: Mapping[str, Any]) -> Evaluation:

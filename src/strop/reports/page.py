@@ -99,18 +99,9 @@ def verdict(log: RunLog) -> Verdict:
 
 
 def _verdict_without_pair(log: RunLog) -> Verdict:
-    if log.stages and all(stage.kind not in ("", "eval") for stage in log.stages):
-        return Verdict(
-            text="Nothing was evaluated.",
-            support="The recipe has no stage of kind eval. Add one before and one after training.",
-            tone="flat",
-        )
     if not log.evaluations:
-        return Verdict(
-            text="No evaluation yet.",
-            support="There is no stages/<name>/eval/result.json.",
-            tone="flat",
-        )
+        support = "A recipe evaluates with stages of kind eval: give it one before and one after training."
+        return Verdict(text="No evaluation yet.", support=support, tone="flat")
     support = "No earlier evaluation of the same tasks and an ancestor of the model."
     if stale := [each.stage for each in log.evaluations if each.stage in log.stale]:
         first = next(iter(log.stale))

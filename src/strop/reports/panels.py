@@ -1,32 +1,68 @@
-"""Turns the log of a run into sections of plots, each with a sentence that says what to look for."""
+"""Turns the log of a run into sections of plots, each with a sentence that says what to look for; `panels.toml` names them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from pydantic import Field
+
+from strop.config import Config, load_toml, validate
 from strop.evaluation.metrics import BUCKETS, DURATIONS
-from strop.reports.curves import (
-    BRANCHING,
-    BY_ENGINE,
-    ENGINES,
-    FINE_TUNING,
-    IMITATION,
-    LEARNING,
-    OPTIMISATION,
-    PREFERENCES,
-    RATIOS,
-    REWARD_MODEL,
-    TIME,
-    TOOL_CALLS,
-    Panel,
-    is_optional,
-)
 from strop.reports.log import Metrics, RunLog, StageLog
 from strop.reports.plots import Boundary, Drawing, Look, Plot, Point, Series
+from strop.reports.scales import Unit, unit_of
 
 MAX_TOOLS = 6  # a server may have dozens; the page stays small
+ELAPSED = "time/elapsed_s"
+_BY_ENGINE = "scheduler/row_share/"  # one metric per engine, which the timeline shows
+
+
+class Panel(Config):
+    """One plot to draw."""
+
+    title: str
+    metrics: dict[str, str] = Field(description="The name of each metric's line.")
+    note: str = Field(default="", description="What to look for, in a sentence.")
+    interval: tuple[str, str] | None = Field(default=None, description="The metrics of the band around its one line.")
+    look: Look = Look.LINE
+    from_zero: bool = Field(default=True, description="Its axis contains 0.")
+    needs_tool_calls: bool = Field(default=False, description="Its metrics are absent without a tool call.")
+    is_by_time: bool = Field(default=False, description="Against the seconds of training, where a stage logs them.")
+    of: tuple[str, ...] = Field(default=("",), description="It is drawn where a metric was logged whose name begins so.")
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(next(iter(self.metrics)))
+
+
+class SectionKeys(Config):
+    """Panels under one heading."""
+
+    title: str
+    of: tuple[str, ...] = Field(default=(), description="It shows the stages that logged such a metric other than 0.")
+    is_open: bool = Field(default=True, description="Unfolded. The first section of a page always is.")
+    has_durations: bool = Field(default=False, description="Has a panel of durations for each tool as well.")
+    panels: tuple[str, ...]
+
+
+class Panels(Config):
+    """The content of `panels.toml`."""
+
+    optional: tuple[str, ...]
+    hidden: tuple[str, ...]
+    across: SectionKeys
+    sections: tuple[SectionKeys, ...]
+    panels: dict[str, Panel]
+
+    def of(self, section: SectionKeys) -> list[Panel]:
+        return [self.panels[name] for name in section.panels]
+
+
+_FILE = Path(__file__).with_name("panels.toml")
+PANELS = validate(Panels, load_toml(_FILE), place=str(_FILE))
 
 
 def duration_panels(stages: Sequence[StageLog]) -> list[Panel]:
@@ -42,9 +78,9 @@ def duration_panels(stages: Sequence[StageLog]) -> list[Panel]:
 def _panel(tool: str, of_tool: Counter[str], *, num_left_out: int) -> Panel:
     rest = f" {num_left_out} tools with fewer calls are not shown." if num_left_out > 0 else ""
     return Panel(
-        f"Durations of {tool} calls",
-        {f"{DURATIONS}{tool}/{bucket}": _label(bucket, of_tool[bucket]) for bucket in BUCKETS if bucket in of_tool},
-        f"Calls of a step by duration, the quickest at the bottom. The legend counts the calls of all steps.{rest}",
+        title=f"Durations of {tool} calls",
+        metrics={f"{DURATIONS}{tool}/{bucket}": _label(bucket, of_tool[bucket]) for bucket in BUCKETS if bucket in of_tool},
+        note=f"Calls of a step by duration, the quickest at the bottom. The legend counts the calls of all steps.{rest}",
         look=Look.AREA,
     )
 
@@ -75,70 +111,32 @@ class Section:
     is_open: bool = True
 
 
-ELAPSED = "time/elapsed_s"
-_ALL = (
-    *LEARNING,
-    *OPTIMISATION,
-    *RATIOS,
-    *IMITATION,
-    *TIME,
-    *TOOL_CALLS,
-    *BRANCHING,
-    *ENGINES,
-    *FINE_TUNING,
-    *REWARD_MODEL,
-    *PREFERENCES,
-)
-
-
 def sections(log: RunLog) -> list[Section]:
-    """Return every metric that the run logged or should have logged, the most important first.
-
-    Tool calls, expert iteration, reward models and DPO have a section only if the run has some.
-    """
-    tuned = [stage for stage in log.stages if _is_fine_tuning(stage)]
-    rewarding = [stage for stage in log.stages if stage.kind == "reward_model"]
-    preferring = [stage for stage in log.stages if stage.kind == "dpo"]
-    others = [stage for stage in log.stages if stage not in (*tuned, *rewarding, *preferring)]
-    trained = [stage for stage in others if stage.steps or stage.is_stepped]
-    imitating = [stage for stage in trained if stage.kind == "expert_iteration"]
-    is_imitation = bool(imitating) and len(imitating) == len(trained)
+    """Return every metric that the run logged, or should have logged next to others, the most important first."""
     found: list[Section] = []
-    if trained:
-        found += [
-            section_of("Learning", LEARNING, trained, is_open=True),
-            section_of("Optimisation", OPTIMISATION if is_imitation else (*OPTIMISATION, *RATIOS), trained, is_open=True),
-            section_of("Time", TIME, trained, is_open=True),
-        ]
-    if imitating:
-        found.append(section_of("Expert iteration", IMITATION, imitating, is_open=True))
-    if _called_tools(trained):
-        found.append(section_of("Tool calls", (*TOOL_CALLS, *duration_panels(trained)), trained, is_open=True))
-    if any(key.startswith("branching/") for stage in trained for key in stage.metrics):
-        found.append(section_of("Branching", BRANCHING, trained, is_open=True))
-    if any(key.startswith("scheduler/") for stage in trained for key in stage.metrics):
-        found.append(section_of("Engines", ENGINES, trained, is_open=False))
-    if several := [stage for stage in trained if stage.has_several_updates]:
-        keys = sorted({key for stage in several for _, metrics in stage.updates for key in metrics})
-        found.append(section_of("Update by update", _plain(keys), several, is_open=False, is_by_update=True))
-    if tuned:
-        found.append(section_of("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
-    if rewarding:
-        found.append(section_of("Reward model", REWARD_MODEL, rewarding, is_open=not trained))
-    if preferring:
-        found.append(section_of("Preference pairs", PREFERENCES, preferring, is_open=not trained))
-    drawn = {key for panel in _ALL for key in (*panel.metrics, *(panel.interval or ()))}
-    logged = {key for stage in log.stages for key in stage.metrics if not key.startswith((BY_ENGINE, DURATIONS))}
-    undrawn = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
-    if undrawn:
-        stages = [*tuned, *rewarding, *preferring, *trained]
+    for keys in PANELS.sections:
+        if stages := [stage for stage in log.stages if _has_logged(stage, keys.of)]:
+            panels = [*PANELS.of(keys), *(duration_panels(stages) if keys.has_durations else [])]
+            found.append(section_of(keys.title, panels, stages, is_open=keys.is_open or not found))
+    if several := [stage for stage in log.stages if stage.has_several_updates]:
+        logged = sorted({key for stage in several for _, metrics in stage.updates for key in metrics})
+        found.append(section_of("Update by update", _plain(logged), several, is_open=False, is_by_update=True))
+    drawn = {key for panel in PANELS.panels.values() for key in (*panel.metrics, *(panel.interval or ()))}
+    all_logged = {key for stage in log.stages for key in stage.metrics if not key.startswith((_BY_ENGINE, DURATIONS))}
+    if undrawn := sorted(all_logged - drawn - {*PANELS.hidden}):
+        stages = [stage for stage in log.stages if stage.steps]
         found.append(section_of("Everything else in the log", _plain(undrawn), stages, is_open=False))
     return found
 
 
+def _has_logged(stage: StageLog, prefixes: tuple[str, ...]) -> bool:
+    """Whether a step of `stage` logged a metric other than 0 whose name begins with one of `prefixes`."""
+    return any(value and key.startswith(prefixes) for metrics in stage.steps.values() for key, value in metrics.items())
+
+
 def _plain(keys: Sequence[str]) -> list[Panel]:
     """Return one panel per metric."""
-    return [Panel(key, {key: key}, "", y_low=None) for key in keys]
+    return [Panel(title=key, metrics={key: key}, from_zero=False) for key in keys]
 
 
 def trailing_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
@@ -149,23 +147,20 @@ def trailing_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
     return tuple((x, (sums[end] - sums[max(0, end - window)]) / min(end, window)) for end, (x, _) in enumerate(points, start=1))
 
 
-def _is_fine_tuning(stage: StageLog) -> bool:
-    return stage.kind in ("sft", "distil") or any(key.startswith("sft/") for key in stage.metrics)
-
-
-def _called_tools(stages: Sequence[StageLog]) -> bool:
-    keys = [key for panel in TOOL_CALLS for key in panel.metrics]
-    return any(metrics.get(key, 0.0) > 0 for stage in stages for metrics in stage.steps.values() for key in keys)
-
-
 def section_of(
     title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool, is_by_update: bool = False
 ) -> Section:
     logged = {key for stage in stages for _, metrics in _logged(stage, is_by_update=is_by_update) for key in metrics}
-    shown = [panel for panel in panels if any(key in logged or not is_optional(key) for key in panel.metrics)]
+    shown = [panel for panel in panels if any(key in logged or not _is_optional(key) for key in panel.metrics)]
     shown = [panel for panel in shown if not panel.is_by_time or ELAPSED in logged]
+    shown = [panel for panel in shown if any(key.startswith(panel.of) for key in logged)]
     drawings = tuple(Drawing(plot=_plot(panel, stages, is_by_update=is_by_update), note=panel.note) for panel in shown)
     return Section(title=title, drawings=drawings, is_open=is_open)
+
+
+def _is_optional(metric: str) -> bool:
+    """Whether not every run logs `metric`, so that an absent one is not reported as missing."""
+    return metric.startswith(PANELS.optional)
 
 
 def _logged(stage: StageLog, *, is_by_update: bool) -> Sequence[tuple[float, Metrics]]:
@@ -197,12 +192,12 @@ def _plot(panel: Panel, stages: Sequence[StageLog], *, is_by_update: bool) -> Pl
         unit=panel.unit,
         x_label="seconds" if panel.is_by_time else "step",
         boundaries=() if panel.is_by_time else _boundaries(stages, offsets),
-        missing=() if has_no_calls else tuple(key for key in panel.metrics if not (key in logged or is_optional(key))),
+        missing=() if has_no_calls else tuple(key for key in panel.metrics if not (key in logged or _is_optional(key))),
         absent="no tool calls" if has_no_calls else "",
         # All plots of a section have the same range of steps.
         x_low=0.0 if panel.is_by_time else min((x for x, _ in steps), default=None),
         x_high=max((x for x, _ in steps), default=None),
-        y_low=panel.y_low,
+        y_low=0.0 if panel.from_zero else None,
     )
 
 
@@ -258,22 +253,6 @@ def _boundaries(stages: Sequence[StageLog], offsets: Sequence[float]) -> tuple[B
     return tuple(found)
 
 
-_TRAINING, _HELD_OUT = "training tasks", "held-out tasks"
-_PANELS = {  # key in an evaluation's result -> its panel
-    "accuracy": Panel("Accuracy", {"rollout/accuracy": _TRAINING, "validation/accuracy": _HELD_OUT}, ""),
-    "length_tokens_mean": Panel(
-        "Response length",
-        {"rollout/length_tokens_mean": _TRAINING, "validation/length_tokens_mean": _HELD_OUT},
-        "Tokens after the prompt, tool output included.",
-    ),
-    "truncated_fraction": Panel(
-        "Truncated",
-        {"rollout/truncated_fraction": _TRAINING, "validation/truncated_fraction": _HELD_OUT},
-        "Share of rollouts without tokens left.",
-    ),
-}
-
-
 def stages_in_sequence(log: RunLog) -> list[StageLog]:
     """Return the longest chain of current RL stages with logged steps, each an ancestor of the next; the later of equals."""
     ancestors: dict[str, set[str]] = {}
@@ -294,11 +273,11 @@ def across(log: RunLog) -> Section | None:
     if len(stages) < 2:
         return None
     drawings = []
-    for key, panel in _PANELS.items():
-        evaluated = _evaluations(log, stages, key)
+    for panel in PANELS.of(PANELS.across):
+        evaluated = _evaluations(log, stages, next(iter(panel.metrics)).partition("/")[2])
         for drawing in section_of("", [panel], stages, is_open=True).drawings:
             drawings.append(replace(drawing, plot=replace(drawing.plot, series=(*drawing.plot.series, *evaluated))))
-    return Section(title="Across stages", drawings=tuple(drawings))
+    return Section(title=PANELS.across.title, drawings=tuple(drawings))
 
 
 def _evaluations(log: RunLog, stages: Sequence[StageLog], key: str) -> tuple[Series, ...]:
