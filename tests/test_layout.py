@@ -97,7 +97,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "algorithms": 1979,
     "analysis": 1027,  # 900
     "cluster": 1410,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
-    "cli": 1363,  # 2000 with doctor and cs336
+    "cli": 1292,  # 2000 with doctor and cs336
     "cs336": 1261,
     "curation": 1460,  # 1600
     "doctor": 1649,
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 319  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 44_834  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_390  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 44_763  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_319  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -90,13 +90,13 @@ def _root(
     pass
 
 
-RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)]
+RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a key, as in stages.rl.steps=10. Repeatable.", metavar="A.B=C"),
 ]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the run; the recipe's own by default.", show_default=False)]
-Runs = Annotated[Path, typer.Option("--runs", help="Where run directories lie.")]
+Name = Annotated[str | None, typer.Option(help="Name of the run; the recipe's own by default.")]
+Runs = Annotated[Path, typer.Option(help="Where run directories lie.")]
 
 
 @app.command()
@@ -108,26 +108,13 @@ def train(
     dry_run: DryRun = False,
     hardware: OnHardware = None,
     cluster: OnCluster = None,
-    until: Annotated[
-        str | None, typer.Option("--until", help="The last stage to run.", metavar="STAGE", show_default=False)
-    ] = None,
+    until: Annotated[str | None, typer.Option(help="The last stage to run.", metavar="STAGE")] = None,
     starts: Annotated[
         list[str] | None,
-        typer.Option(
-            "--from",
-            help="Rerun this stage and everything that depends on it. Repeatable.",
-            metavar="STAGE",
-            show_default=False,
-        ),
+        typer.Option("--from", help="Rerun this stage and everything that depends on it. Repeatable.", metavar="STAGE"),
     ] = None,
     only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            help="Run this stage and what it depends on, nothing else. Repeatable.",
-            metavar="STAGE",
-            show_default=False,
-        ),
+        list[str] | None, typer.Option(help="Run this stage and what it depends on, nothing else. Repeatable.", metavar="STAGE")
     ] = None,
 ) -> None:
     """Start a run, or resume it. The same command continues an interrupted run."""
@@ -153,12 +140,10 @@ def train(
 
 @app.command()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="The sweep file: a recipe, seeds and arms.", metavar="FILE", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="The sweep file: a recipe, seeds and arms.", metavar="FILE")],
     overrides: Set = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Where the sweep lies; runs/<its name> by default.", show_default=False)
-    ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once.")] = 1,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the sweep lies; runs/<its name> by default.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the arms; run nothing.")] = False,
 ) -> None:
     """Run a recipe in several arms with several seeds, and compare them. The same command continues an interrupted sweep."""
@@ -190,14 +175,11 @@ def report(run: Annotated[Path, typer.Argument(help="A run directory, as in runs
 
 @app.command()
 def analyze(
-    run: Annotated[Path, typer.Argument(help="A run directory, as in runs/demo.", metavar="RUN", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="A run directory, as in runs/demo.", metavar="RUN")],
     stage: Annotated[
-        str | None,
-        typer.Option("--stage", help="Which stage's rollouts; the last that learned from some by default.", show_default=False),
+        str | None, typer.Option(help="Which stage's rollouts; the last that learned from some by default.")
     ] = None,
-    steps: Annotated[
-        str | None, typer.Option("--steps", help="Which steps, as in 1-10,25; all by default.", show_default=False)
-    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Which steps, as in 1-10,25; all by default.")] = None,
 ) -> None:
     """Where a policy was uncertain: entropy after tool results, in calls and in reasoning; forking and reflection tokens."""
     from rich.console import Console
@@ -225,7 +207,7 @@ def doctor(
     recipe: RecipePath,
     overrides: Set = None,
     model: Annotated[
-        Path | None, typer.Option("--model", help="The model directory; where the recipe's first stage points by default.")
+        Path | None, typer.Option(help="The model directory; where the recipe's first stage points by default.")
     ] = None,
     cluster: OnCluster = None,
     runs: Runs = Path("runs"),
@@ -261,7 +243,7 @@ def import_model(
 @cs336_app.command()
 def check(
     module: Annotated[Path, typer.Argument(help="A Python file with your functions, or your tests/adapters.py.")],
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
 ) -> None:
     """Compare your functions with strop's on random and on edge inputs, and name the first difference of each."""
     from strop.cs336.check import check_module

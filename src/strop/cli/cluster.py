@@ -13,15 +13,15 @@ from strop.cli.common import sigterm_as_interrupt
 
 app = typer.Typer(no_args_is_help=True, help="Start a Ray cluster on this machine, or print what starts one elsewhere.")
 
-_Recipe = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)]
-_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
-_Gpus = Annotated[int, typer.Option("--gpus", min=0, help="GPUs of each node.")]
+_Recipe = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
+_Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes.")]
+_Gpus = Annotated[int, typer.Option(min=0, help="GPUs of each node.")]
 
 
 @app.command()
 def up(
-    local: Annotated[int, typer.Option("--local", min=1, max=64, help="Number of nodes on this machine.")],
-    cpus: Annotated[int, typer.Option("--cpus", min=0, help="Processors of each node. 0: a share of this machine's.")] = 0,
+    local: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes on this machine.")],
+    cpus: Annotated[int, typer.Option(min=0, help="Processors of each node. 0: a share of this machine's.")] = 0,
 ) -> None:
     """Start a cluster of nodes on this machine, to try out what runs on several. Ctrl-C ends it."""
     from strop.cluster.local import LocalCluster, LocalNode
@@ -49,10 +49,8 @@ def slurm(recipe: _Recipe, nodes: _Nodes, gpus: _Gpus = 8) -> None:
 def kuberay(
     recipe: _Recipe,
     nodes: _Nodes,
-    image: Annotated[str, typer.Option("--image", help="Container image with strop[cluster].", show_default=False)],
-    claim: Annotated[
-        str, typer.Option("--claim", help="Persistent volume claim with recipe, models and runs.", show_default=False)
-    ],
+    image: Annotated[str, typer.Option(help="Container image with strop[cluster].")],
+    claim: Annotated[str, typer.Option(help="Persistent volume claim with recipe, models and runs.")],
     gpus: _Gpus = 8,
 ) -> None:
     """Print the manifest of a RayJob that trains RECIPE, for `kubectl apply`."""

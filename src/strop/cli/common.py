@@ -74,22 +74,12 @@ def sigterm_as_interrupt() -> Iterator[list[int]]:
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimates; run nothing.")]
 OnHardware = Annotated[
     str | None,
-    typer.Option(
-        "--hardware",
-        help="Plan for these devices, which need not be here, as in 8xH100; with --dry-run.",
-        metavar="NxDEVICE",
-        show_default=False,
-    ),
+    typer.Option(help="Plan for these devices, which need not be here, as in 8xH100; with --dry-run.", metavar="NxDEVICE"),
 ]
 
 OnCluster = Annotated[
     str | None,
-    typer.Option(
-        "--cluster",
-        help="Run on the Ray cluster at host:port, or on the one that this machine is in (auto).",
-        metavar="ADDRESS",
-        show_default=False,
-    ),
+    typer.Option(help="Run on the Ray cluster at host:port, or on the one that this machine is in (auto).", metavar="ADDRESS"),
 ]
 
 

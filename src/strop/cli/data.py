@@ -35,13 +35,13 @@ def _tag_name(value: str) -> str:
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a key, as in name=other. Repeatable.", metavar="A.B=C")
 ]
-Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Parallel processes.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Parallel processes.")]
 
 
 @app.command()
 def curate(
-    file: Annotated[Path, typer.Argument(help="A TOML file: sources and rules.", metavar="FILE", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="The directory to write.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="A TOML file: sources and rules.", metavar="FILE")],
+    out: Annotated[Path, typer.Option(help="The directory to write.")],
     overrides: Overrides = None,
     jobs: Jobs = 2,
 ) -> None:
@@ -72,15 +72,12 @@ def curate(
 
 @app.command()
 def convert(
-    dataset: Annotated[str, typer.Argument(help="A name from `strop data list`.", metavar="DATASET", show_default=False)],
+    dataset: Annotated[str, typer.Argument(help="A name from `strop data list`.", metavar="DATASET")],
     source: Annotated[
-        str,
-        typer.Argument(
-            help="A file (.jsonl, .json, .parquet), a directory, or a hub id.", metavar="SOURCE", show_default=False
-        ),
+        str, typer.Argument(help="A file (.jsonl, .json, .parquet), a directory, or a hub id.", metavar="SOURCE")
     ],
-    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT", show_default=False)],
-    split: Annotated[str | None, typer.Option("--split", help="Split of a hub data set; default: the published one.")] = None,
+    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT")],
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set; default: the published one.")] = None,
 ) -> None:
     """Convert demonstrations to one form, with tool calls as JSON. Rows that cannot be converted are listed."""
     from strop.tasks.conversations import convert_file
@@ -91,26 +88,19 @@ def convert(
 
 @app.command()
 def pairs(
-    candidates: Annotated[
-        Path, typer.Argument(help="A .jsonl: prompt, first and second on each line.", metavar="CANDIDATES", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT", show_default=False)],
-    judge: Annotated[
-        Path, typer.Option("--judge", help="A TOML file with the keys of a judge.", metavar="FILE", show_default=False)
-    ],
+    candidates: Annotated[Path, typer.Argument(help="A .jsonl: prompt, first and second on each line.", metavar="CANDIDATES")],
+    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT")],
+    judge: Annotated[Path, typer.Option(help="A TOML file with the keys of a judge.", metavar="FILE")],
     judged_on: Annotated[
-        Literal["summary", "response"],
-        typer.Option("--judged-on", help="Judge the final summary after the thoughts, or the whole response."),
+        Literal["summary", "response"], typer.Option(help="Judge the final summary after the thoughts, or the whole response.")
     ] = "summary",
-    think_tag: Annotated[str, typer.Option("--think-tag", help="Name of the tag of thoughts.", callback=_tag_name)] = "think",
+    think_tag: Annotated[str, typer.Option(help="Name of the tag of thoughts.", callback=_tag_name)] = "think",
     is_prefilled: Annotated[bool, typer.Option("--prefilled", help="The prompts ended with the opening tag.")] = False,
     num_judgements: Annotated[
         int, typer.Option("--judgements", min=1, help="Judgements of each pair, each in a random order.")
     ] = 4,
-    threshold: Annotated[
-        float, typer.Option("--threshold", min=0.0, max=2.0, help="Minimum difference of a kept pair, from 0 to 2.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the selection that balances lengths.")] = 0,
+    threshold: Annotated[float, typer.Option(min=0.0, max=2.0, help="Minimum difference of a kept pair, from 0 to 2.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the selection that balances lengths.")] = 0,
 ) -> None:
     """Make preference pairs for a reward model: several judgements each, only clear ones, lengths balanced.
 
@@ -137,13 +127,9 @@ def pairs(
 
 @app.command()
 def rewrite(
-    source: Annotated[
-        Path, typer.Argument(help="Conversations, or rows with a column of text.", metavar="SOURCE", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT", show_default=False)],
-    file: Annotated[
-        Path, typer.Option("--with", help="A TOML file: service, prompt, column.", metavar="FILE", show_default=False)
-    ],
+    source: Annotated[Path, typer.Argument(help="Conversations, or rows with a column of text.", metavar="SOURCE")],
+    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT")],
+    file: Annotated[Path, typer.Option("--with", help="A TOML file: service, prompt, column.", metavar="FILE")],
     overrides: Overrides = None,
 ) -> None:
     """Let a model rewrite responses or requests. Failures go to OUT.failed.jsonl with the reason. The same command resumes."""

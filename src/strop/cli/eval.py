@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from strop.cli.common import DryRun, OnHardware, print_dry_run, run_until_stopped
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Runs = Annotated[Path, typer.Option("--runs", help="Directory for results, with one directory each.")]
+Runs = Annotated[Path, typer.Option(help="Directory for results, with one directory each.")]
 
 
 class EvalGroup(TyperGroup):
@@ -42,17 +42,14 @@ Evaluate models, compare evaluations problem by problem, and rank them.
 
 @app.command()
 def run(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)],
-    model: Annotated[Path, typer.Option("--model", help="The model directory to evaluate.", show_default=False)],
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")],
+    model: Annotated[Path, typer.Option(help="The model directory to evaluate.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a key, as in stages.aime24.k=4. Repeatable.", metavar="A.B=C"),
+        list[str] | None, typer.Option("--set", help="Override a key, as in stages.aime24.k=4. Repeatable.", metavar="A.B=C")
     ] = None,
-    stage: Annotated[str | None, typer.Option("--stage", help="An evaluation of the recipe; default: the first.")] = None,
+    stage: Annotated[str | None, typer.Option(help="An evaluation of the recipe; default: the first.")] = None,
     runs: Runs = Path("runs"),
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the result; default: `eval-<stage>-<digest of the model>`.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the result; default: `eval-<stage>-<digest of the model>`.")] = None,
     dry_run: DryRun = False,
     hardware: OnHardware = None,
 ) -> None:
@@ -105,10 +102,7 @@ def leaderboard(
     directories: Annotated[
         list[Path] | None, typer.Argument(help="Directories that hold runs; default: `runs`.", metavar="DIR...")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The page; default: leaderboard.html in the first directory.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; default: leaderboard.html in the first directory.")] = None,
     as_json: Json = False,
 ) -> None:
     """Rank every evaluation below some directories within its benchmark: tables, and a page with a JSON file next to it."""
@@ -136,21 +130,14 @@ def leaderboard(
 
 @app.command(name="arena-hard")
 def arena_hard(
-    questions: Annotated[
-        Path, typer.Argument(help="Arena-Hard's question.jsonl, v0.1 or v2.0.", metavar="QUESTIONS", show_default=False)
-    ],
-    baseline: Annotated[Path, typer.Option("--baseline", help="The baseline's model_answer file.", show_default=False)],
-    judge: Annotated[Path, typer.Option("--judge", help="A TOML file with the keys of a judge.", show_default=False)],
-    answers: Annotated[Path, typer.Option("--answers", help="The model's model_answer file.", show_default=False)],
-    think_tag: Annotated[
-        str | None, typer.Option("--think-tag", help="Tag of thoughts, which the judge does not see.", show_default=False)
-    ] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option("--category", help="Ask only questions of this category. Repeatable.", show_default=False),
-    ] = None,
+    questions: Annotated[Path, typer.Argument(help="Arena-Hard's question.jsonl, v0.1 or v2.0.", metavar="QUESTIONS")],
+    baseline: Annotated[Path, typer.Option(help="The baseline's model_answer file.")],
+    judge: Annotated[Path, typer.Option(help="A TOML file with the keys of a judge.")],
+    answers: Annotated[Path, typer.Option(help="The model's model_answer file.")],
+    think_tag: Annotated[str | None, typer.Option(help="Tag of thoughts, which the judge does not see.")] = None,
+    category: Annotated[list[str] | None, typer.Option(help="Ask only questions of this category. Repeatable.")] = None,
     runs: Runs = Path("runs"),
-    name: Annotated[str | None, typer.Option("--name", help="Name of the result; default: `<questions>-<model>`.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the result; default: `<questions>-<model>`.")] = None,
 ) -> None:
     """Arena-Hard: how often a judge prefers a model's answers to a baseline's, in both orders. The same command resumes."""
     from strop.config import load_toml, validate

@@ -78,42 +78,35 @@ def _level(text: str) -> IsolationLevel:
 MinLevel = Annotated[
     IsolationLevel,
     typer.Option(
-        "--min-level",
         parser=_level,
         metavar="LEVEL",
         help="Refuse to start below it: strict (L3), namespaces (L2), confined (L1), process (L0).",
     ),
 ]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the token of the service.", show_default=False)]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token of the service.")]
 
 Level = Annotated[
     IsolationLevel | None,
     typer.Option(
-        "--level",
         parser=_level,
         metavar="LEVEL",
         help="Run at exactly this level. By default at the best that this machine gives, up to namespaces.",
     ),
 ]
-MaxRunning = Annotated[
-    int | None,
-    typer.Option("--max-running", help="Programs that compute at once; twice the cores by default.", show_default=False),
-]
-Warm = Annotated[str, typer.Option("--warm", help="Profiles whose modules are loaded at the start: bare,numpy,full,verify.")]
+MaxRunning = Annotated[int | None, typer.Option(help="Programs that compute at once; twice the cores by default.")]
+Warm = Annotated[str, typer.Option(help="Profiles whose modules are loaded at the start: bare,numpy,full,verify.")]
 
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="The program; - for standard input.", metavar="FILE", show_default=False)],
-    stdin: Annotated[
-        Path | None, typer.Option("--stdin", help="File for the standard input of the program; - for ours.")
-    ] = None,
-    wall_s: Annotated[float, typer.Option("--wall-s", help="Seconds that the program may run.")] = 4.0,
-    memory_mib: Annotated[int, typer.Option("--memory-mib", help="Memory of each of its processes.")] = 512,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of its random numbers: equal calls give equal texts.")] = 0,
+    file: Annotated[Path, typer.Argument(help="The program; - for standard input.", metavar="FILE")],
+    stdin: Annotated[Path | None, typer.Option(help="File for the standard input of the program; - for ours.")] = None,
+    wall_s: Annotated[float, typer.Option(help="Seconds that the program may run.")] = 4.0,
+    memory_mib: Annotated[int, typer.Option(help="Memory of each of its processes.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of its random numbers: equal calls give equal texts.")] = 0,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     level: Level = None,
-    url: Annotated[str | None, typer.Option("--url", help="Address of a running service; this machine by default.")] = None,
+    url: Annotated[str | None, typer.Option(help="Address of a running service; this machine by default.")] = None,
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object.")] = False,
 ) -> None:
@@ -180,14 +173,14 @@ def _packages() -> dict[str, str]:
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; without a token only this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 for any free port.")] = 8517,
+    host: Annotated[str, typer.Option(help="Address to listen on; without a token only this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8517,
     token_file: TokenFile = None,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     level: Level = None,
     max_running: MaxRunning = None,
     warm: Warm = "bare,numpy,full,verify",
-    grace_s: Annotated[float, typer.Option("--grace-s", help="Seconds after SIGTERM for running calls.")] = 30.0,
+    grace_s: Annotated[float, typer.Option(help="Seconds after SIGTERM for running calls.")] = 30.0,
 ) -> None:
     """Offer the code service over HTTP until SIGTERM. /openapi.json describes its routes; /metrics is for Prometheus."""
     from strop.config import validate

@@ -31,7 +31,7 @@ IndexPlace = Annotated[Path | None, typer.Option(help="Directory of the built in
 def ask(
     corpus: Corpus,
     query: Annotated[str, typer.Argument(help="What to search for.")],
-    k: Annotated[int, typer.Option("--k", min=1, help="How many passages.")] = 5,
+    k: Annotated[int, typer.Option(min=1, help="How many passages.")] = 5,
     language: Language = "english",
     index: IndexPlace = None,
 ) -> None:
@@ -53,7 +53,7 @@ def recall(
     questions: Annotated[
         Path, typer.Argument(help="A .jsonl: `question`, and `passages` (ids of the right ones) or `answer` on each line.")
     ],
-    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Repeatable; 1, 5 and 20 by default.")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; 1, 5 and 20 by default.")] = None,
     language: Language = "english",
     index: IndexPlace = None,
 ) -> None:

@@ -18,35 +18,28 @@ _GROUP_SIZE = 32  # rStar2-Agent samples 32 rollouts of a question (section 4.3)
 
 
 def simulate(
-    engines: Annotated[int, typer.Option("--engines", min=1, max=4096, help="Number of equal engines.")] = 16,
+    engines: Annotated[int, typer.Option(min=1, max=4096, help="Number of equal engines.")] = 16,
     rollouts: Annotated[
-        int,
-        typer.Option("--rollouts", min=1, max=1 << 20, help="Rollouts of the step, in groups of 32. Not for a TRACE file."),
+        int, typer.Option(min=1, max=1 << 20, help="Rollouts of the step, in groups of 32. Not for a TRACE file.")
     ] = 16384,
     trace: Annotated[
-        str, typer.Option("--trace", help="heavy, uniform, adversarial, unforeseeable, or the path of a file.", metavar="TRACE")
+        str, typer.Option(help="heavy, uniform, adversarial, unforeseeable, or the path of a file.", metavar="TRACE")
     ] = "heavy",
     policy: Annotated[Literal["scheduler", "static", "both"], typer.Option("--policy")] = "both",
     order: Annotated[
-        Literal["longest_first", "fifo"], typer.Option("--order", help="Order in which waiting rollouts start.")
+        Literal["longest_first", "fifo"], typer.Option(help="Order in which waiting rollouts start.")
     ] = "longest_first",
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the trace.")] = 0,
-    rows: Annotated[int, typer.Option("--rows", min=1, max=1 << 20, help="Conversations that an engine runs at once.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the trace.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, max=1 << 20, help="Conversations that an engine runs at once.")] = 64,
     kv_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-tokens", min=16, max=10**12, help="KV memory of an engine, in blocks of 16 [default: slots of 9216]."
-        ),
+        int | None, typer.Option(min=16, max=10**12, help="KV memory of an engine, in blocks of 16 [default: slots of 9216].")
     ] = None,
-    oversubscription: Annotated[
-        float, typer.Option("--oversubscription", help="How many times KV memory is reserved. Needs --kv-tokens.")
-    ] = 1.0,
-    tool_workers: Annotated[int | None, typer.Option("--tool-workers", min=1, help="Tool calls that run at once.")] = None,
+    oversubscription: Annotated[float, typer.Option(help="How many times KV memory is reserved. Needs --kv-tokens.")] = 1.0,
+    tool_workers: Annotated[int | None, typer.Option(min=1, help="Tool calls that run at once.")] = None,
     timing: Annotated[
-        Path | None,
-        typer.Option("--timing", help="Step times from benchmarks/engine_trace.py [default: the embedded engine]."),
+        Path | None, typer.Option(help="Step times from benchmarks/engine_trace.py [default: the embedded engine].")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory for schedule.html, .svg and .json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for schedule.html, .svg and .json.")] = None,
 ) -> None:
     """Simulate one step of rollouts: how long it takes, how long engines are idle, what is evicted and computed twice."""
     from strop.config import validate
