@@ -20,6 +20,10 @@ class UserError(StropError):
     """A mistake that the user can mend. The message names the thing, its place and the remedy; exit code 2, no traceback."""
 
 
+class NotThere(UserError):  # noqa: N818 - named for what was found
+    """A file, program or model that is not there. A run does not begin without it; a plan names it."""
+
+
 class ConfigError(UserError):
     """A recipe, or a `--set`, that cannot be understood or does not add up."""
 

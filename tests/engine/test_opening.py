@@ -100,7 +100,7 @@ def test_a_dry_run_names_an_architecture_that_the_engine_does_not_implement(engi
     stages = {"base": {"kind": "model", "path": str(tmp_path)}, "eval": {"kind": "eval", "init": "base", "engine": own}}
     tree = {"name": "r", "tasks": {"kind": "arithmetic"}, "engine": engine, "stages": stages}
     recipe = validate(Recipe, resolve(tree), place="test")
-    problems = [str(each) for each in recipe.stages["base"].check("base", recipe, Machine(is_plan=True))]
+    problems = [str(each) for each in recipe.stages["base"].check("base", recipe, Machine())]
     assert len(problems) == is_refused
     for problem in problems:
         assert f"stages.base.path: {tmp_path}: the torch engine does not implement the architecture 'gpt2'" in problem
@@ -132,7 +132,7 @@ def test_engines_in_processes_need_ray_or_a_server(key, tmp_path, monkeypatch):
     stages = {"base": {"kind": "model", "path": str(tmp_path)}, "eval": {"kind": "eval", "init": "base"}}
     tree = {"name": "r", "tasks": {"kind": "arithmetic"}, "engine": key, "stages": stages}
     recipe = validate(Recipe, resolve(tree), place="test")
-    [problem] = [each for each in recipe.stages["eval"].check("eval", recipe, Machine(is_plan=True)) if "Ray" in str(each)]
+    [problem] = [each for each in recipe.stages["eval"].check("eval", recipe, Machine()) if "Ray" in str(each)]
     assert str(problem).startswith(f"engine.{next(iter(key))} needs Ray, which is not installed. Install it with: pip install ")
     assert str(problem).endswith('A server engine, such as engine.kind = "vllm", needs no Ray.')
     with pytest.raises(UserError, match="needs Ray"):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from scripted_runs import RECIPE, Watching, recipe_of, run_recipe
 from strop.engine.opening import open_engines
-from strop.errors import ConfigError, EngineLost, RunError
+from strop.errors import ConfigError, EngineLost, NotThere, RunError
 from strop.pipeline.plan import plan
 from strop.pipeline.run import train
 from strop.reports.console import ConsoleProgress
@@ -85,13 +85,13 @@ def test_a_failed_command_names_its_exit_code_and_its_last_words_and_runs_again(
 
 def test_a_missing_program_is_found_before_anything_runs(model, tmp_path):
     harness = recipe(model, sums=stage("no-such-harness --model $model"))
-    with pytest.raises(ConfigError, match=r"stages\.sums\.commands: no-such-harness is not on the PATH.*Install it"):
+    with pytest.raises(NotThere, match=r"stages\.sums\.commands: no-such-harness is not on the PATH.*Install it"):
         run(tmp_path / "run", harness)
     assert not (tmp_path / "run").exists()
     [_, planned] = plan(harness)
     assert planned.arithmetic == "sums by no-such-harness"
     assert "no-such-harness is not on the PATH" in planned.schedule[0]
-    with pytest.raises(ConfigError, match=r"stages\.sums\.cwd: /nowhere is no directory"):
+    with pytest.raises(NotThere, match=r"stages\.sums\.cwd: /nowhere is no directory"):
         run(tmp_path / "run", recipe(model, sums=stage(cwd="/nowhere")))
 
 

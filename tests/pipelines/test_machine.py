@@ -179,7 +179,7 @@ def test_a_reward_model_that_is_not_there_is_named_with_its_key_before_anything_
 def test_a_plan_tells_a_reward_model_that_is_not_there_yet_and_refuses_one_that_is_none(tmp_path, models):
     language_model, _ = models
     told = {stage.name: "\n".join(stage.schedule) for stage in plan(judged_by(tmp_path / "none"))}
-    missing = f"reward.parts.helpful.scorer.path: {tmp_path / 'none'}: NOT FOUND"
+    missing = f"reward.parts.helpful.scorer.path: {tmp_path / 'none'}: there is no model here"
     assert {name for name, lines in told.items() if missing in lines} == {"before", "rl", "after"}
     with pytest.raises(UserError, match="a language model, not a reward model"):
         plan(judged_by(language_model))
@@ -240,9 +240,8 @@ def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monk
     check_machine(late, is_plan=True)
     check_machine(late, done=["late"])
     late_plan = next(each for each in plan(late) if each.name == "late")
-    assert [line for line in late_plan.schedule if "NOT FOUND" in line] == [
-        f"{key}: late.jsonl: NOT FOUND. Put it there, or name another."
-    ]
+    [line] = [line for line in late_plan.schedule if "no such file" in line]
+    assert line.startswith(f"stages.late.{key}: late.jsonl: no such file.")
 
 
 def test_a_file_that_an_earlier_stage_may_make_is_not_missed(tmp_path):

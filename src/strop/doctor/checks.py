@@ -189,8 +189,7 @@ async def check_arithmetic(examination: Examination) -> str:
             f" {parts.longest_prompt + max_tokens}, but the model knows {known} positions.",
             f"Lower sampling.max_tokens to {max(1, known - parts.longest_prompt)}, or take a model of a longer context.",
         )
-    machine = Machine(is_plan=True)
-    estimates = {name: stage.plan(name, recipe.for_stage(name), machine) for name, stage in recipe.stages.items()}
+    estimates = {name: stage.plan(name, recipe.for_stage(name), Machine()) for name, stage in recipe.stages.items()}
     shown = [f"{name}: {estimate.arithmetic}" for name, estimate in estimates.items() if estimate.tokens]
     fit = f"prompts of up to {parts.longest_prompt} tokens + {max_tokens} fit the engine's {parts.engine_config.max_length}"
     method = getattr(parts.stage, "method", None)

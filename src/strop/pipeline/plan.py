@@ -14,7 +14,7 @@ from strop.cluster.connection import connected
 from strop.cluster.placement import Node, Roles, place
 from strop.config import import_code
 from strop.engine.config import ServerConfig
-from strop.errors import ConfigError, TaskError, UserError
+from strop.errors import ConfigError, NotThere, UserError
 from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
@@ -45,7 +45,7 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: 
         if "tools" in stage.root_keys:
             import_code(recipe.tools, "tools")
     hardware = Hardware.named(recipe.hardware) if recipe.hardware else None
-    check_stages(recipe, wanted, is_plan=True)
+    not_there = check_stages(recipe, wanted, is_plan=True)
     rate = _matmul_flops() if hardware is None else 0.0
     sizes: dict[str, Model] = {}
 
@@ -54,39 +54,58 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: 
         return cost_here(estimate, engine, size, rate) if hardware is None else cost_on(hardware, name, estimate, engine, size)
 
     placements = _placements(recipe, wanted, hardware)
-    return [_planned(recipe, name, sizes, cost_of, placements.get(name, ())) for name in wanted]
+    return [
+        _planned(recipe, name, sizes, cost_of, (*(f"node {line}" for line in placements.get(name, ())), *not_there[name]))
+        for name in wanted
+    ]
 
 
-def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = False, run: RunDirectory | None = None) -> None:
+def check_stages(
+    recipe: Recipe, names: Collection[str], *, is_plan: bool = False, run: RunDirectory | None = None
+) -> dict[str, list[str]]:
     """Check the stages of these `names` before anything is begun.
 
     Args:
-        is_plan: files of data and reward models may still be made or fetched.
+        is_plan: what is not there may still be made or fetched.
         run: where it will be run; a file in the directory of an earlier stage there may still be made by that stage.
 
+    Returns:
+        For a plan, by stage, what is not there.
+
     Raises:
-        UserError: the first problem of a stage, or a file that is not there.
+        UserError: the first problem of a stage; without `is_plan` also if something is not there.
     """
-    for name in names:
-        stage = recipe.stages[name]
-        what = f"{type(stage).__qualname__}.check"
-        with user_code.blaming():
-            machine = Machine(is_plan=is_plan, is_elsewhere=recipe.cluster is not None or (is_plan and bool(recipe.hardware)))
-            problems = stage.check(name, recipe.for_stage(name), machine)
-            for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
-                if not isinstance(problem, UserError):
-                    raise user_code.returned(stage.check, problem, "Yield strop.ConfigError(...)", what=what)
-                raise problem
-    if is_plan:
-        return
+    machine = Machine(is_elsewhere=recipe.cluster is not None or (is_plan and bool(recipe.hardware)))
     made_before: list[Path] = []
+    found: dict[str, list[str]] = {}
     for name in names:
-        for key, path in recipe.stages[name].files().items():
-            if not path.exists() and not any(path.resolve().is_relative_to(each) for each in made_before):
-                raise TaskError(f"stages.{name}.{key}: {missing(path)} Nothing was begun.")
-            if key in ("path", "test_path") and path.is_dir():
-                raise UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
+        problems = [*_problems_of(recipe, name, machine), *_missing_files(recipe, name, made_before)]
+        for problem in problems:
+            if not (is_plan and isinstance(problem, NotThere)):
+                raise problem
+        found[name] = list(dict.fromkeys(map(str, problems)))
         made_before += [run.stage(name).path.resolve()] if run is not None else []
+    return found
+
+
+def _problems_of(recipe: Recipe, name: str, machine: Machine) -> Iterator[UserError]:
+    """Yield what the stage's own check finds. Raises `ConfigError` for a mistake in a user's check."""
+    stage = recipe.stages[name]
+    what = f"{type(stage).__qualname__}.check"
+    with user_code.blaming():
+        problems = stage.check(name, recipe.for_stage(name), machine)
+        for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
+            if not isinstance(problem, UserError):
+                raise user_code.returned(stage.check, problem, "Yield strop.ConfigError(...)", what=what)
+            yield problem
+
+
+def _missing_files(recipe: Recipe, name: str, made_before: Collection[Path]) -> Iterator[UserError]:
+    for key, path in recipe.stages[name].files().items():
+        if not path.exists() and not any(path.resolve().is_relative_to(each) for each in made_before):
+            yield NotThere(f"stages.{name}.{key}: {missing(path)} Nothing was begun.")
+        if key in ("path", "test_path") and path.is_dir():
+            yield UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
 
 
 def _placements(recipe: Recipe, names: Collection[str], hardware: Hardware | None) -> dict[str, list[str]]:
@@ -130,7 +149,7 @@ def _planned(
     name: str,
     sizes: dict[str, Model],
     cost_of: Callable[[str, Estimate, Model], Cost],
-    placement: Sequence[str],
+    lines: Sequence[str],
 ) -> PlannedStage:
     stage, origin = recipe.stages[name], recipe.origin_of(name)
     if origin not in sizes:
@@ -138,13 +157,9 @@ def _planned(
     size = sizes[origin]
     what = f"{type(stage).__qualname__}.plan"
     with user_code.blaming():
-        estimate = stage.plan(name, recipe.for_stage(name), Machine(is_plan=True, model=size))
+        estimate = stage.plan(name, recipe.for_stage(name), Machine(model=size))
     user_code.expect(estimate, Estimate, stage.plan, what=what)
     cost = cost_of(name, estimate, size)
-    gone: dict[Path, str] = {}
-    for key, path in stage.files().items():
-        if not path.exists():
-            gone.setdefault(path, key)
     return PlannedStage(
         name=name,
         kind=stage.kind,
@@ -154,13 +169,7 @@ def _planned(
         memory_mib=cost.memory_mib,
         time_s=cost.time_s if estimate.time_limit_s is None else min(cost.time_s, estimate.time_limit_s),
         problem=cost.problem,
-        schedule=(
-            *estimate.lines,
-            *_other_terms(recipe, name),
-            *cost.lines,
-            *(f"node {line}" for line in placement),
-            *(f"{key}: {path}: NOT FOUND. Put it there, or name another." for path, key in gone.items()),
-        ),
+        schedule=(*estimate.lines, *_other_terms(recipe, name), *cost.lines, *lines),
     )
 
 

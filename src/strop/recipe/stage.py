@@ -68,7 +68,7 @@ class Estimate:
     trained: Trained | None = None
     overlaps: bool = False  # a step's rollouts are played while the step before is trained on
     time_limit_s: float | None = None
-    lines: tuple[str, ...] = ()  # changes on the way, files that are still missing: a line each
+    lines: tuple[str, ...] = ()  # changes on the way, a line each
 
     @property
     def tokens(self) -> int:
@@ -99,9 +99,7 @@ class Model:
 class Machine:
     """What a check or an estimate may ask of the machine and of the run."""
 
-    is_plan: bool = False  # data and reward models may still be made or fetched
     is_elsewhere: bool = False  # hardware is planned for that need not be here
-    made_before: tuple[Path, ...] = ()  # directories of earlier stages, whose files appear during the run
     model: Model = field(default_factory=Model)  # that the stage in question starts from
 
 
@@ -178,7 +176,10 @@ class Stage(Component):
         return self.table()
 
     def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-        """What would make the stage fail, found before the run starts: each problem with its key, value and remedy."""
+        """What would make the stage fail, found before the run starts: each problem with its key, value and remedy.
+
+        A plan shows a `NotThere`, and any other error ends it.
+        """
         yield from ()
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:

@@ -21,7 +21,7 @@ from strop.config import Config
 from strop.engine.config import EngineChoice
 from strop.engine.servers.engine import ServerEngine
 from strop.engine.servers.process import ServerProcess
-from strop.errors import ConfigError, RunError, UserError
+from strop.errors import ConfigError, NotThere, RunError, UserError
 from strop.evaluation.endpoint import Endpoint, EngineAnswers, ServerAnswers, serving
 from strop.evaluation.results import write_eval
 from strop.recipe.graph import Product
@@ -116,27 +116,21 @@ class Harness(Stage):
 
     def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
         yield from check_engine(recipe, machine)
-        if not machine.is_plan:
-            yield from self._missing(name)
+        if self.config.cwd is not None and not Path(self.config.cwd).is_dir():
+            yield NotThere(f"stages.{name}.cwd: {self.config.cwd} is no directory. Make it, or name another.")
+            return
+        for command in self.config.commands:
+            try:
+                self.config.argv(command)
+            except ConfigError as error:
+                yield NotThere(f"stages.{name}.{error}")
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         programs = dict.fromkeys(os.path.basename(shlex.split(command)[0]) for command in self.config.commands)
         return Estimate(
             arithmetic=f"{self.config.benchmark} by {', then '.join(programs)}",
             sampled=Sampled(),
-            lines=tuple(dict.fromkeys(map(str, self._missing(name)))),
         )
-
-    def _missing(self, name: str) -> Iterator[ConfigError]:
-        """Programs that are not on this machine, and the directory where they run."""
-        if self.config.cwd is not None and not Path(self.config.cwd).is_dir():
-            yield ConfigError(f"stages.{name}.cwd: {self.config.cwd} is no directory. Make it, or name another.")
-            return
-        for command in self.config.commands:
-            try:
-                self.config.argv(command)
-            except ConfigError as error:
-                yield ConfigError(f"stages.{name}.{error}")
 
     async def run(self, context: StageContext) -> StageResult:
         """Run the commands, unless they have ended before, and write `eval/`."""

@@ -17,12 +17,7 @@ from strop.reports.scales import counted
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
-from strop.stages.loop.engines import (
-    check_needs,
-    missing_parts,
-    played_in_words,
-    task_files,
-)
+from strop.stages.loop.engines import check_needs, played_in_words, task_files
 from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
 from strop.stages.loop.rollouts import open_player
 from strop.tools.protocol import Tool
@@ -76,7 +71,6 @@ class FixedSetStage(Stage):
         return Estimate(
             arithmetic=f"{tasks} x {counted(config.k, 'rollout')}{total}",
             sampled=Sampled(tokens=num * config.sampling.max_tokens, rollouts=num),
-            lines=tuple(missing_parts(config.reward, recipe.engine)),
         )
 
 

@@ -30,7 +30,7 @@ from strop.stages.demonstrations import (
     with_truths,
     write_demonstrations,
 )
-from strop.stages.loop.engines import missing_parts, task_files
+from strop.stages.loop.engines import task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule, checked_steps
@@ -150,7 +150,6 @@ class SFT(TrainingStage):
             trained=config.as_trained(
                 num * (config.row_length or config.sampling.max_tokens), rows=config.batch_size, longest=longest
             ),
-            lines=tuple(missing_parts(config.reward, recipe.engine)) if self.is_judged else (),
         )
 
     async def run(self, context: StageContext) -> StageResult:

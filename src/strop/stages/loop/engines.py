@@ -15,7 +15,7 @@ from strop.cluster.connection import check_installed
 from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
-from strop.errors import ConfigError, UserError
+from strop.errors import ConfigError, NotThere, UserError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Machine, PlayedKeys, PosedKeys, Stage
 from strop.rewards import Reward, SumReward
@@ -192,15 +192,17 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
 
 def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, or Ray for its processes, is not on this machine."""
-    try:
-        if isinstance(recipe.engine, EngineConfig):
-            if not machine.is_elsewhere:
-                check_processes(recipe.engine)
-            _check_engine_devices(recipe.engine, machine)
-        elif not machine.is_plan:
+    if not isinstance(recipe.engine, EngineConfig):
+        try:
             check_interpreter(recipe.engine)
-    except UserError as error:
-        yield error
+        except UserError as error:
+            yield NotThere(str(error))
+    elif not machine.is_elsewhere:
+        try:
+            check_processes(recipe.engine)
+            _check_engine_devices(recipe.engine)
+        except UserError as error:
+            yield error
 
 
 def _check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
@@ -228,27 +230,12 @@ def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[User
             yield from _check_device(scorer.device, key, machine)
         if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
             continue
-        if machine.is_plan and not Path(scorer.path).exists():
-            continue
         try:
             if isinstance(scorer, EmbeddedScorerConfig):
                 check_reward_model(Path(scorer.path))
             ExchangeFormat(Path(scorer.path))
         except UserError as error:
-            yield UserError(f"{key}.path: {error}")
-
-
-def missing_parts(reward: Reward, engine: AnyEngine) -> Iterator[str]:
-    """For the plan: a line for the interpreter of a server engine and each reward model that is not there yet."""
-    if isinstance(engine, VllmConfig | SglangConfig):
-        try:
-            check_interpreter(engine)
-        except UserError as error:
-            yield str(error)
-    for name, part in scorer_parts_of(reward).items():
-        scorer = part.scorer
-        if isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) and scorer.path and not Path(scorer.path).exists():
-            yield f"reward.parts.{name}.scorer.path: {scorer.path}: NOT FOUND. Make it first, or name another."
+            yield (UserError if Path(scorer.path).exists() else NotThere)(f"{key}.path: {error}")
 
 
 def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[str, Path]:
@@ -290,8 +277,8 @@ def _is_counted(path: Path) -> bool:
     return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
 
 
-def _check_engine_devices(config: EngineConfig, machine: Machine) -> None:
-    if config.device == "cpu" or machine.is_elsewhere or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
+def _check_engine_devices(config: EngineConfig) -> None:
+    if config.device == "cpu" or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
         return  # engines with devices of their own see those, whatever this process sees
     num_devices = torch.cuda.device_count()
     if config.devices and (missing := [device for device in config.devices if device >= num_devices]):

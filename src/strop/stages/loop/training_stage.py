@@ -20,12 +20,7 @@ from strop.rewards import SumReward
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
-from strop.stages.loop.engines import (
-    check_needs,
-    missing_parts,
-    task_files,
-    tasks_there,
-)
+from strop.stages.loop.engines import check_needs, task_files, tasks_there
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
 
@@ -310,5 +305,5 @@ class RolloutStage(TrainingStage):
             trained=trained,
             overlaps=overlaps,
             time_limit_s=config.budget_s,
-            lines=(*lines, *missing_parts(config.reward, recipe.engine)),
+            lines=tuple(lines),
         )
