@@ -93,25 +93,25 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2289,  # 1400
+    ".": 2293,  # 1400
     "algorithms": 1979,
     "analysis": 1027,  # 900
     "cluster": 1410,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1292,  # 2000 with doctor and cs336
     "cs336": 1261,
     "curation": 1460,  # 1600
-    "doctor": 1649,
+    "doctor": 1648,
     "engine": 6356,  # 6000
     "evaluation": 1603,  # 1400
-    "pipeline": 1550,
-    "recipe": 1073,
-    "reports": 2929,  # 3500
+    "pipeline": 1559,
+    "recipe": 1074,
+    "reports": 2847,  # 3500
     "rewards": 3512,  # 2600
     "rollout": 5081,
     "runs": 684,
     "sandbox": 10682,  # 10500
     "simulation": 920,  # 900
-    "stages": 6329,  # 3800
+    "stages": 6298,  # 3800
     "tasks": 2872,  # 2200
     "tools": 2397,  # 2000
     "training": 4964,  # 4500
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 319  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 44_763  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_319  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 44_671  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_219  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -350,7 +350,7 @@ def test_a_stale_evaluation_is_shown_in_the_table_as_stale_and_nowhere_else(run)
         ("after", True, "84.2%"),
     ]
     assert 'title="what after stands on was made anew">stale' in page
-    assert page.count("<em>stale</em>") == 2  # in the list of stages
+    assert page.count("<td>⟳ stale: ") == 2  # in the table of stages
 
 
 def test_controls_with_broken_tools_are_not_the_after():

@@ -1,11 +1,9 @@
-"""The graph of stages and the plots across RL stages."""
-
-import re
+"""The table of stages and the plots across RL stages."""
 
 import pytest
 
 from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
-from strop.reports.page import draw_graph, write_report
+from strop.reports.page import stages_table, write_report
 from strop.reports.panels import across, stages_in_sequence
 from strop.run_directory import LineWriter, RunDirectory, write_json
 
@@ -35,48 +33,11 @@ def program(**changes):
     return [stage(name, **changes.get(name, {})) for name in PROGRAM]
 
 
-def boxes(svg):
-    """Left, top, width and height of each stage's box, by name."""
-    found = re.findall(
-        r'<rect class="box" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)".*?class="name"[^>]*>\W*([\w-]+)<', svg
-    )
-    return {name: tuple(map(float, numbers)) for *numbers, name in found}
-
-
-def passes_through(path, box):
-    """Whether the level parts of a line cross a box."""
-    left, top, width, height = box
-    x = y = 0.0
-    for command, numbers in re.findall(r"([MCH])([\d. -]+)", path):
-        values = [float(each) for each in numbers.split()]
-        if command == "H":
-            if top < y < top + height and not (values[0] <= left or x >= left + width):
-                return True
-            x = values[0]
-        else:
-            x, y = values[-2:]
-    return False
-
-
-def test_every_stage_lies_to_the_right_of_its_inputs_and_no_two_overlap():
-    places = boxes(str(draw_graph(program())))
-    assert set(places) == set(PROGRAM)
-    for name, (_, inputs) in PROGRAM.items():
-        for source in (each for names in inputs.values() for each in names):
-            assert places[source][0] + places[source][2] < places[name][0], (source, name)
-    for name, (left, top, width, height) in places.items():
-        for other, (x, y, w, h) in places.items():
-            assert name == other or left + width < x or x + w < left or top + height < y or y + h < top, (name, other)
-
-
-def test_a_line_passes_no_stage_that_it_does_not_lead_to():
-    svg = str(draw_graph(program()))
-    places = boxes(svg)
-    lines = re.findall(r'<path class="edge [\w.]+" d="([^"]+)"><title>([\w-]+) → ([\w-]+)', svg)
-    assert len(lines) == sum(len(names) for _, inputs in PROGRAM.values() for names in inputs.values())
-    for path, source, target in lines:
-        for name, box in places.items():
-            assert name in (source, target) or not passes_through(path, box), (source, target, name)
+def test_each_stage_has_a_row_with_what_it_reads():
+    rows = {row[0]: row for row in stages_table(program()).rows}
+    assert list(rows) == list(PROGRAM)
+    assert rows["base"][1:3] == ("model", "")
+    assert rows["release"][1:3] == ("export", "rl2 (init), after-rl1 (results), after-rl2 (results)")
 
 
 def test_a_stage_that_is_stale_or_not_there_yet_says_so():
@@ -93,14 +54,8 @@ def test_a_stage_that_is_stale_or_not_there_yet_says_so():
         StageState.BEGUN,
         StageState.TO_COME,
     ]
-    svg = str(draw_graph(stages))
-    assert "mixed: stale (good has changed)" in svg
-    for text in ("mix, stale", "sft, not finished", "rl, to come"):
-        assert f">{text}<" in svg
-
-
-def test_stages_without_inputs_have_no_graph():
-    assert draw_graph([stage("base"), stage("general", inputs={})]) == ""
+    shown = {row[0]: row[3] for row in stages_table(stages).rows}
+    assert [shown[name] for name in ("rl1", *changes)] == ["✓ done", "⟳ stale: good has changed", "… not finished", "to come"]
 
 
 def log_of(stages, evaluations=(), recipe=None):
@@ -209,7 +164,7 @@ def run(tmp_path):
     return run
 
 
-def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
+def test_a_page_shows_the_stages_of_a_run_as_its_directory_has_it(run):
     log = read_run(run)
     states = {each.name: each.state for each in log.stages}
     assert (states["good"], states["mixed"], states["sft2"]) == (StageState.DONE, StageState.STALE, StageState.TO_COME)
@@ -217,9 +172,7 @@ def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
     for name, (_, inputs) in PROGRAM.items():
         assert all(names.index(source) < names.index(name) for each in inputs.values() for source in each), name
     page = write_report(run).read_text(encoding="utf-8")
-    assert 'class="plot graph"' in page
-    assert "mixed: stale (good has changed)" in page
+    assert "<td>⟳ stale: good has changed</td>" in page
     assert {each.name: each.hours for each in log.stages}["cold"] == ("6 core hours", "3 GPU hours")
-    assert "1 step, 6 core hours, 3 GPU hours, 2 nodes" in page
+    assert "1 step, 6 core hours, 3 GPU hours; on 10.0.0.1: 8 trainer ranks; on 10.0.0.2: 2 engines" in page
     assert "2 steps, trainer 20%, engines 45%, 1.5 tool calls at once" in page
-    assert "; on 10.0.0.1: 8 trainer ranks; on 10.0.0.2: 2 engines" in page
