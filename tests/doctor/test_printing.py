@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from strop.doctor import print_diagnosis
-from strop.doctor.finding import Diagnosis, Finding
+from strop.doctor.finding import Diagnosis, Finding, print_diagnosis
 
 
 def printed(diagnosis):

@@ -215,7 +215,9 @@ def doctor(
     """Check model and recipe against each other: your code, template, mask, log-probs, tools, reward, batches, publication."""
     from rich.console import Console
 
-    from strop.doctor import examine_cluster, examine_file, print_diagnosis
+    from strop.doctor import examine_file
+    from strop.doctor.cluster import examine_cluster
+    from strop.doctor.finding import print_diagnosis
     from strop.recipe.load import load_recipe
 
     with Console(stderr=True).status("starting") as status:

@@ -6,27 +6,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from strop.doctor import checks
-from strop.doctor.cluster import examine_cluster
 from strop.doctor.examination import Examination, pieces, try_out
-from strop.doctor.finding import Diagnosis, Finding, NotMade, Problem, print_diagnosis
+from strop.doctor.finding import Diagnosis, Finding, NotMade, Problem
 from strop.doctor.logprobs import check_logprobs
 from strop.doctor.own_code import NUM_TASKS
 from strop.doctor.parts import Parts, open_parts
 from strop.errors import ConfigError, TaskError, UserError
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
-
-__all__ = [
-    "CHECKS",
-    "Diagnosis",
-    "Finding",
-    "Parts",
-    "examine_cluster",
-    "examine_file",
-    "examine_parts",
-    "open_parts",
-    "print_diagnosis",
-]
 
 Check = Callable[[Examination], Awaitable[str]]
 """Returns what it measured, in words. Raises `Problem` or `NotMade`; a `UserError` is a problem, too."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -226,8 +227,8 @@ def _row(log: SweepLog, arm: SweepArm, baseline: SweepArm) -> tuple[str, ...]:
     return (arm.name, mean, interval, values_range, above, f"{found['num_seeds']} of {len(arm.runs)}", time, tokens)
 
 
-def _shown(log: SweepLog, value: float) -> str:
-    return figure(value, unit_of(log.result))
+def _shown(log: SweepLog, value: float | None) -> str:
+    return _NOTHING if value is None else figure(value, unit_of(log.result))
 
 
 def run_summary(run: SweepRun, result: str) -> str:
@@ -240,53 +241,17 @@ def run_summary(run: SweepRun, result: str) -> str:
 
 def sweep_page(log: SweepLog) -> str:
     """Return a page that needs no other file. It links to the reports of the runs."""
-    num_runs, num_seeds = len(log.runs), len(log.arms[0].runs)
-    unfinished = "" if log.num_done == num_runs else f" {log.num_done} of {num_runs} runs are finished."
-    measured = f" of {log.result.partition('.')[0]}" if log.result else ""
-    lead = (
-        f"{len(log.arms)} arms of {log.recipe}, {num_seeds} {'seed' if num_seeds == 1 else 'seeds'} each.{unfinished} Results"
-        f" are those{measured}; curves, time and tokens those of {log.stage}."
-    )
     units = {metric: unit_of(metric) for metric in log.drawn}
     axes = (("Against steps", curves_by_step, "step"), ("Against wall-clock time", curves_by_time, "seconds"))
     sections = [{"title": title, "drawings": drawings_of(curves(log), units=units, x_label=x)} for title, curves, x in axes]
     return render(
         "sweep.html.j2",
         log=log,
-        lead=lead,
+        num_seeds=len(log.arms[0].runs),
         results=results_table(log),
-        reading=_reading(log, num_seeds),
         sections=sections,
-        run_columns=("run", "state", "result", "its own 95% interval", "steps", "time", "tokens"),
-        runs=[_run_row(log, run) for run in log.runs],
+        shown=partial(_shown, log),
     )
-
-
-def _reading(log: SweepLog, num_seeds: int) -> str:
-    contended = (
-        f" Up to {log.jobs} runs shared this machine, so times are longer than those of one run." if log.jobs > 1 else ""
-    )
-    time = f" Time and tokens are means over finished runs and count only the steps of {log.stage}.{contended}"
-    if num_seeds == 1:
-        return "One seed has no interval: a difference between arms may be chance. Run several seeds before you choose." + time
-    return (
-        f"Intervals are Student's, over seeds. “Above {log.arms[0].name}” is the mean difference of runs with the same seed,"
-        " which start from the same weights and are evaluated on the same tasks. Arms differ where its interval does not"
-        " contain 0. With many arms, about one in twenty differs by chance." + time
-    )
-
-
-def _run_row(log: SweepLog, run: SweepRun) -> dict[str, Any]:
-    interval = _NOTHING
-    if run.low is not None and run.high is not None:
-        interval = f"{_shown(log, run.low)} – {_shown(log, run.high)}"
-    result = _NOTHING if run.result is None else _shown(log, run.result)
-    time, tokens = (duration(run.time_s), f"{run.tokens:,.0f}") if run.steps else (_NOTHING, _NOTHING)
-    return {
-        "name": run.name,
-        "link": f"{run.name}/report.html" if run.state is State.DONE else "",
-        "cells": (run.state.value, result, interval, f"{len(run.steps)}", time, tokens),
-    }
 
 
 def sweep_json(log: SweepLog) -> dict[str, Any]:

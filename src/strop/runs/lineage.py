@@ -65,11 +65,6 @@ def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
     return found
 
 
-def begun_with_other_code(now: Mapping[str, Lineage]) -> list[str]:
-    """Return the stages of `lineages` that began with another version of strop's code. This makes no stage stale."""
-    return [name for name, lineage in now.items() if lineage["code"]["digest"] != _source_digest()]
-
-
 def recorded_lineage(run: RunDirectory, stage: str) -> Lineage:
     """Return the lineage with which `stage` began; {} if it has not begun."""
     path = run.stage(stage).lineage

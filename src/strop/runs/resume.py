@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,8 @@ from strop.errors import ConfigError, RunError, did_you_mean
 from strop.recipe.graph import with_dependents
 from strop.recipe.recipe import Recipe
 from strop.run_directory import RunDirectory, cut_back, names_damage, read_json, read_lines, write_json, write_text
-from strop.runs.lineage import Lineage, begun_with_other_code, lineages, mark_stale, parents_of, recorded_lineage, why_stale
+from strop.runs.lineage import Lineage, lineages, mark_stale, parents_of, recorded_lineage, why_stale
 from strop.runs.manifest import check_directory, differences, write_manifest
-
-_log = logging.getLogger(__name__)
 
 Starts: TypeAlias = str | Sequence[str]
 """Stages to rerun with everything that depends on them; empty: none."""
@@ -110,12 +107,6 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
             _move_results(run, rerun)
         now = lineages(recipe, run)  # stages that rerun begin with the present code and data
         stale = why_stale(run, recipe, now)
-    if older := [name for name in begun_with_other_code(now) if name in stages]:
-        remedy = " --from ".join(_first_of(recipe, older))
-        _log.warning(
-            "%s: strop has changed since these stages began. Their results are kept: %s. Rerun them with --from %s.",
-            *(run.path, ", ".join(older), remedy),
-        )
     left = {name: why for name, why in stale.items() if name not in stages}
     mark_stale(run, recipe, left)
     return Selected(stages=stages, lineages=now, left_stale=left, new_layouts=tuple(_new_layouts(run, stages, now)))
