@@ -98,13 +98,13 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "analysis": 1027,  # 900
     "cluster": 1410,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
     "cli": 1294,  # 2000 with doctor and cs336
-    "cs336": 1261,
+    "cs336": 1256,
     "curation": 1460,  # 1600
-    "doctor": 1620,
+    "doctor": 1611,
     "engine": 6356,  # 6000
     "evaluation": 1603,  # 1400
     "pipeline": 1559,
-    "recipe": 1074,
+    "recipe": 1064,
     "reports": 2812,  # 3500
     "rewards": 3512,  # 2600
     "rollout": 5081,
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 319  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 44_607  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_144  # goal: 52 000
+    assert len(FILES) <= 316  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 44_589  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_120  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

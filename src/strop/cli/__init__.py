@@ -282,7 +282,7 @@ def schema(
     """Print the JSON schema of a file, for editors and for `taplo check --schema file:///PATH/schema.json FILE`."""
     from strop.curation.config import CurationConfig
     from strop.pipeline.sweep_file import SweepFile
-    from strop.recipe.schema import file_schema, recipe_schema
+    from strop.recipe.recipe import file_schema, recipe_schema
 
     schemas: dict[File, Callable[[], dict[str, Any]]] = {
         File.RECIPE: recipe_schema,

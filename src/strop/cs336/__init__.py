@@ -11,11 +11,12 @@ from strop.cs336.grpo import (
     compute_policy_gradient_loss,
     grpo_microbatch_train_step,
 )
-from strop.cs336.masked import masked_mean, masked_normalize
-from strop.cs336.prompts import load_prompt
 from strop.cs336.sft import (
     compute_entropy,
     get_response_log_probs,
+    load_prompt,
+    masked_mean,
+    masked_normalize,
     sft_microbatch_train_step,
     tokenize_prompt_and_output,
 )

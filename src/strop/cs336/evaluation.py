@@ -16,8 +16,7 @@ import torch
 import transformers
 
 from strop.cs336.grpo import RewardFunction
-from strop.cs336.masked import masked_mean
-from strop.cs336.sft import get_response_log_probs, tokenize_prompt_and_output
+from strop.cs336.sft import get_response_log_probs, masked_mean, tokenize_prompt_and_output
 from strop.engine.model_directory import directory_checksum
 from strop.engine.servers.vllm import EXTENSION, EXTENSION_CLASS, TRANSFER
 from strop.errors import WeightsNotProven

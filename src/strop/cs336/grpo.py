@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strop.algorithms.grpo import group_normalized_advantages, mean_centered_advantages
 from strop.algorithms.losses import clip_token_loss, no_clip_token_loss, probability_ratio
-from strop.cs336.masked import masked_mean, masked_normalize
+from strop.cs336.sft import masked_mean, masked_normalize
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,18 @@
-"""Section 4 of the assignment: from texts to tokens and a mask, from a model to log-probs, from log-probs to gradients."""
+"""Section 4 of the assignment: from texts to tokens and a mask, from a model to log-probs, from log-probs to gradients.
+
+And what other sections share: means over a mask, and the prompts, byte for byte.
+"""
 
 from __future__ import annotations
+
+from importlib.resources import files
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from strop.cs336.masked import masked_mean, masked_normalize
+from strop.errors import ConfigError
 
 
 def tokenize_prompt_and_output(
@@ -107,3 +112,47 @@ def sft_microbatch_train_step(
 
 def _full_precision(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+# Means and sums over the tokens of a mask. Values outside the mask may be NaN or infinite.
+
+
+def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over `dim` of the elements where `mask` is 1; NaN if there are none.
+
+    Args:
+        tensor: any shape.
+        mask: of the same shape, or one that broadcasts to it; bool or 0 and 1.
+        dim: None for all dimensions, which gives a scalar.
+    """
+    mask = mask.bool().expand_as(tensor)
+    return _sum(torch.where(mask, tensor, 0), dim) / _sum(mask, dim)
+
+
+def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float, dim: int | None = None) -> Tensor:
+    """Sum over `dim` of the elements where `mask` is 1, divided by a constant; 0 if there are none. Arguments as above."""
+    return _sum(torch.where(mask.bool().expand_as(tensor), tensor, 0), dim) / normalize_constant
+
+
+def _sum(tensor: Tensor, dim: int | None) -> Tensor:
+    return tensor.sum() if dim is None else tensor.sum(dim)
+
+
+PROMPTS = {
+    "r1_zero": "DeepSeek-R1 (arXiv 2501.12948), Table 1, in the words of CS336 assignment 5, section 3; ends with an open tag.",
+    "question_only": "CS336 assignment 5, section 8; Dr. GRPO (arXiv 2503.20783) has it as 'no template'.",
+    "alpaca_sft": "Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), as the supplement of CS336 assignment 5 has it.",
+    "zero_shot_system_prompt": "The supplement of CS336 assignment 5, section 2, after URIAL (arXiv 2312.01552).",
+}
+"""The prompts that `load_prompt` knows, with their sources."""
+
+
+def load_prompt(name: str) -> str:
+    """The template; fill its fields (`{question}`, or `{instruction}` and `{response}`) with `str.format`.
+
+    Raises:
+        ConfigError: there is no such prompt.
+    """
+    if name not in PROMPTS:
+        raise ConfigError(f"prompt {name!r}: no such prompt. Those of the assignment are {', '.join(PROMPTS)}.")
+    return (files("strop.rollout") / "prompts" / f"{name}.prompt").read_text(encoding="utf-8")

@@ -24,9 +24,8 @@ from strop.rewards.base import Reward
 from strop.rollout.chat_template import ChatFormat
 from strop.run_directory import LineWriter, RunDirectory
 from strop.sandbox.local import open_service
-from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, VerifyRequest
+from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import ScriptedSandbox
-from strop.sandbox.verify_process import ProcessVerifier
 from strop.stages.context import Silent, StageContext, load_chat
 from strop.stages.data import open_tasks
 from strop.stages.loop.engines import prompt_lengths
@@ -160,28 +159,20 @@ def _first_tasks(recipe: Recipe, name: str) -> tuple[Task, ...]:
         return tuple(source.task(index) for index in range(num))
 
 
-class BrokenSandbox(RunService):
-    """Stands in for a sandbox that could not be started: the tool round trip reports why, and all other checks are made."""
+def _broken_sandbox(reason: str) -> ScriptedSandbox:
+    """In place of a sandbox that could not be started: the tool round trip reports why, and all other checks are made."""
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-        self._verifier = ProcessVerifier()
+    def refuse(request: RunRequest) -> str:
+        raise MachineError(reason)
 
-    async def run(self, request: RunRequest) -> RunResult:
-        raise MachineError(self._reason)
-
-    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
-        return self._verifier.verify(request)
-
-    async def close(self) -> None:
-        await self._verifier.close()
+    return ScriptedSandbox(answer=refuse)
 
 
 async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> RunService:
     try:
         return await opened.enter_async_context(open_service(recipe.sandbox))
     except (UserError, MachineError) as error:
-        broken = BrokenSandbox(str(error))
+        broken = _broken_sandbox(str(error))
         opened.push_async_callback(broken.close)
         return broken
 
