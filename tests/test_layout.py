@@ -104,14 +104,14 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "engine": 6356,  # 6000
     "evaluation": 1603,  # 1400
     "pipeline": 1559,
-    "recipe": 1064,
-    "reports": 2812,  # 3500
+    "recipe": 1070,
+    "reports": 2788,  # 3500
     "rewards": 3512,  # 2600
     "rollout": 5081,
     "runs": 670,
     "sandbox": 10682,  # 10500
     "simulation": 920,  # 900
-    "stages": 6298,  # 3800
+    "stages": 6290,  # 3800
     "tasks": 2872,  # 2200
     "tools": 2397,  # 2000
     "training": 4964,  # 4500
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 316  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 44_589  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 63_120  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 44_562  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 63_094  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -384,9 +384,9 @@ def test_rollouts_are_sampled_from_the_first_to_the_last_step_mixed_groups_first
     assert [step.step for step in table.steps] == [1, 10, 20]
     for step in table.steps:
         first = step.groups[0]
-        assert len({rollout.reward for rollout in first.rollouts}) == 2
+        assert len({rollout.scored.reward for rollout in first.rollouts}) == 2
     rollout = table.steps[0].groups[0].rollouts[0]
-    assert rollout.reason
+    assert rollout.entry["reason"]
     assert dict(rollout.figures).keys() == {"p_err", "p_format", "weight"}
     assert dict(rollout.reward_parts).keys() == {"answer", "format"}
 

@@ -231,6 +231,12 @@ class PosedKeys(Stage.Config):
         return self
 
 
+def check_differ(temperature: float, num: int, remedy: str) -> None:
+    """Raises `ValueError` if `num` rollouts of a task are sampled at temperature 0."""
+    if temperature == 0 and num > 1:
+        raise ValueError(f"sampling.temperature is 0: all {num} rollouts of a task would be the same. Raise it; {remedy}")
+
+
 class PlayedKeys(PosedKeys):
     """Keys of a stage that plays its tasks on engines and scores the rollouts."""
 

@@ -74,24 +74,8 @@ def leaderboard_table(entries: Sequence[Entry]) -> Table:
 
 def leaderboard_page(board: Leaderboard) -> str:
     """Return a page that needs no other file."""
-    sections = [
-        {
-            "name": name,
-            "table": leaderboard_table(entries),
-            "intervals": [
-                {
-                    "name": each.name,
-                    "mean": each.accuracy,
-                    "low": float(each.result.get("accuracy_low", each.accuracy)),
-                    "high": float(each.result.get("accuracy_high", each.accuracy)),
-                }
-                for each in entries
-            ],
-        }
-        for name, entries in board.benchmarks.items()
-    ]
     num = sum(len(entries) for entries in board.benchmarks.values())
-    return render("leaderboard.html.j2", sections=sections, num=num, left_out=board.left_out)
+    return render("leaderboard.html.j2", board=board, num=num, table_of=leaderboard_table)
 
 
 def _comparison_row(metric: MetricComparison) -> tuple[str, ...]:

@@ -127,10 +127,6 @@ class ShownRollout:
         return f"{self.trajectory.forked_at:,} tokens of {_name(parent)}" if parent else ""
 
     @property
-    def reward(self) -> float:
-        return self.scored.reward
-
-    @property
     def reward_parts(self) -> Metrics:
         return finite(self.scored.reward_parts)
 
@@ -147,10 +143,6 @@ class ShownRollout:
     def fate(self) -> str:
         """What became of it: kept or dropped, or how an evaluation judged it."""
         return str(self.entry.get("kind") or ("kept" if self.is_kept else "dropped"))
-
-    @property
-    def reason(self) -> str:
-        return str(self.entry.get("reason", ""))
 
     @property
     def figures(self) -> Metrics:

@@ -15,7 +15,7 @@ from strop.errors import CannotLearnError
 from strop.evaluation.metrics import entropy_metrics, rollout_metrics, tool_call_metrics
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
-from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.recipe.stage import Estimate, Machine, StageResult, check_differ
 from strop.reports.scales import counted
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import as_demonstration
@@ -101,11 +101,7 @@ class ExpertIteration(RolloutStage):
 
         @model_validator(mode="after")
         def _adds_up(self) -> Self:
-            if self.sampling.temperature == 0 and self.group_size > 1:
-                raise ValueError(
-                    f"sampling.temperature is 0: all {self.group_size} rollouts of a task would be the same. Raise it; 1.0 is"
-                    " usual. Or set group_size = 1."
-                )
+            check_differ(self.sampling.temperature, self.group_size, "1.0 is usual. Or set group_size = 1.")
             if self.trainer.optimizer.schedule is Schedule.COSINE or self.trainer.optimizer.warmup_fraction:
                 raise ValueError(
                     "trainer.optimizer has schedule = 'cosine' or a warmup_fraction, but the number of updates depends on how"

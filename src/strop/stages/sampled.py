@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from strop.errors import MachineError, TaskError, UserError
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, check_differ
 from strop.reports.scales import counted
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
@@ -35,11 +35,7 @@ class FixedSetKeys(PlayedKeys):
 
     @model_validator(mode="after")
     def _can_differ(self) -> Self:
-        if self.sampling.temperature == 0 and self.k > 1:
-            raise ValueError(
-                f"sampling.temperature is 0: all {self.k} rollouts of a task would be the same. Raise it (1.0 is usual), or set"
-                " k = 1."
-            )
+        check_differ(self.sampling.temperature, self.k, "1.0 is usual. Or set k = 1.")
         return self
 
     @property
