@@ -15,7 +15,7 @@ import pytest
 from scripted_runs import RECIPE, Watching, run_recipe
 from strop.config import validate
 from strop.curation.run import run_curation
-from strop.errors import ConfigError, RunError, TaskError
+from strop.errors import ConfigError, NotThere, RunError, TaskError
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe, resolve
@@ -190,7 +190,7 @@ def trained(recipe):
 def test_what_is_wrong_with_its_file_is_told_with_its_name_before_anything_begins(directory, monkeypatch, does, text, message):
     monkeypatch.chdir(directory)
     (directory / "rules.toml").write_text(text)
-    with pytest.raises((ConfigError, TaskError)) as told:
+    with pytest.raises((ConfigError, NotThere)) as told:
         does(recipe_of(directory))
     assert str(told.value).startswith("stages.problems.recipe")
     assert message in str(told.value)

@@ -83,4 +83,5 @@ def test_manifest_lineage_and_report_call_it_what_it_is(distilled):
     lineage = read_json(distilled.stage("student").lineage)
     assert lineage["keys"]["stages"]["student"]["kind"] == "distil"
     assert set(lineage["parents"]) == {"small", "good"}
-    assert re.search(r">✓ student</text><text[^>]*>distil, 2 steps\b", distilled.report.read_text())  # of the graph
+    row = r"<th>student</th><td>distil</td><td>small \(init\), good \(data\)</td><td>✓ done</td><td>2 steps\b"
+    assert re.search(row, distilled.report.read_text())

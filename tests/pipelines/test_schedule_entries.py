@@ -6,7 +6,7 @@ import json
 import pytest
 
 from scripted_runs import RECIPE, assert_same_training, falling, lines_of, make_recipe, recipe_of, run_recipe
-from strop.errors import ConfigError, TaskError
+from strop.errors import ConfigError, NotThere
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe import load
 from strop.recipe.schedule import Done, ScheduleEntry, due
@@ -133,7 +133,7 @@ def test_a_file_of_tasks_to_come_is_found_beside_the_recipe_and_counts_as_data_o
 
 
 def test_tasks_to_come_that_are_not_there_are_told_before_the_first_step(tmp_path):
-    with pytest.raises(TaskError, match=r"gone\.jsonl"):
+    with pytest.raises(NotThere, match=r"gone\.jsonl"):
         run_recipe(tmp_path / "run", make_recipe(schedule=[{"at_step": 2, "tasks": {"kind": "jsonl", "path": "gone.jsonl"}}]))
     assert not lines_of(RunDirectory(tmp_path / "run"))
 
