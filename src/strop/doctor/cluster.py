@@ -22,6 +22,7 @@ from strop.errors import StropError, UserError
 from strop.pipeline.plan import roles_of
 from strop.recipe.recipe import Recipe
 
+_CLOCK_S = 1.0
 _TRANSFER_BYTES = 64 << 20
 _SANDBOX_S = 120.0
 _CONNECT_S = 5.0
@@ -85,6 +86,19 @@ def _check_directory(cluster: _Cluster) -> Found:
     yield f"all nodes see {cluster.directory}", ""
 
 
+def _check_clocks(cluster: _Cluster) -> Found:
+    largest = 0.0
+    for node in cluster.nodes:
+        before = time.time()
+        there = cluster.connection.run(node, time.time)
+        offset = there - (before + time.time()) / 2
+        largest = max(largest, abs(offset))
+        if abs(offset) > _CLOCK_S:
+            remedy = f"Synchronise the clock of {node} (chrony, or systemd-timesyncd)."
+            yield f"the clock of node {node} is off by {offset:+.1f} s.", remedy
+    yield f"within {1000 * largest:.0f} ms", ""
+
+
 def _check_gpus(cluster: _Cluster) -> Found:
     for node in cluster.nodes:
         if (found := cluster.connection.run(node, _num_gpus)) != int(node.all_gpus):
@@ -140,6 +154,7 @@ _CHECKS: Mapping[str, Callable[[_Cluster], Found]] = {
     "placement": _check_placement,
     "versions": _check_versions,
     "shared directory": _check_directory,
+    "clocks": _check_clocks,
     "GPUs": _check_gpus,
     "engine": _check_engines,
     "sandbox": _check_sandbox,
