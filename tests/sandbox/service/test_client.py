@@ -16,7 +16,7 @@ from services import Supply, dead, echo, scripted, serving
 from scripted_node import ScriptedNode
 from strop.deadline import deadline
 from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, UserError
-from strop.sandbox.client import calls as client_calls
+from strop.sandbox.client import service as client_service
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import scripted_result
@@ -50,7 +50,7 @@ def test_a_lone_call_waits_for_no_batch() -> None:
                 started_at = time.perf_counter()
                 await client.run(RunRequest(code=str(number)))
                 times.append(time.perf_counter() - started_at)
-            assert sorted(times)[25] < client_calls._BATCH_S  # on a machine that is busy too: 0.3 ms when it is not
+            assert sorted(times)[25] < client_service.BATCH_S  # on a machine that is busy too: 0.3 ms when it is not
 
     asyncio.run(play())
 
@@ -149,7 +149,7 @@ def test_a_cell_runs_once_through_a_lost_connection() -> None:
 
 
 def test_a_connection_that_is_silent_is_given_up_and_its_calls_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_calls, "SILENCE_S", 1.6)
+    monkeypatch.setattr(client_service, "SILENCE_S", 1.6)
 
     async def play() -> None:
         node = scripted(latency_s=0.5)

@@ -20,7 +20,7 @@ from scripted_node import ScriptedNode
 from strop.config import validate
 from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox import SandboxConfig
-from strop.sandbox.client import calls as client_calls
+from strop.sandbox.client import service as client_service
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.local import open_service
 from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
@@ -31,7 +31,7 @@ NUM_CELLS = 100
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_calls, "SILENCE_S", 2.5)
+    monkeypatch.setattr(client_service, "SILENCE_S", 2.5)
 
 
 def url_of(port: int) -> str:

@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from strop.errors import MachineError, Overloaded, SessionLost, UserError
-from strop.sandbox.client.calls import Calls
-from strop.sandbox.client.http_client import (
+from strop.deadline import clock_stopped
+from strop.errors import DeadlineExceeded, LinkBroken, MachineError, Overloaded, SessionLost, StropError, UserError
+from strop.sandbox.client.service import (
     CONNECTION_ERRORS,
     SILENCE_S,
+    Call,
     Notice,
     Patience,
-    ServiceHttp,
-    Services,
+    Service,
     backoff_s,
     log_notice,
 )
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.protocol import CodeService, PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
-from strop.sandbox.server.ndjson import ErrorLine, Health, LineSplitter, SessionReply, TooLong, VerdictLine
+from strop.sandbox.protocol import (
+    CodeService,
+    IsolationLevel,
+    PairVerdict,
+    RunOutcome,
+    RunRequest,
+    RunResult,
+    SessionLimits,
+    VerifyRequest,
+)
+from strop.sandbox.server.ndjson import ErrorLine, Health, LineSplitter, RunLine, SessionReply, TooLong, VerdictLine
 
-_MAX_LINE_BYTES = 65_536
+_MAX_LINE_BYTES = 65_536  # of a verdict
 _NUM_PAIRS = 32  # that a service compares in one slot
+_CELL_RETURN_S = 60.0  # the service caches an answer for twice as long; later a cell might run twice
 
+_RUN_LINE: TypeAdapter[RunLine] = TypeAdapter(RunLine)
 _VERIFY: TypeAdapter[VerifyRequest] = TypeAdapter(VerifyRequest)
 _VERDICT: TypeAdapter[VerdictLine | ErrorLine] = TypeAdapter(VerdictLine | ErrorLine)
 _LIMITS: TypeAdapter[SessionLimits] = TypeAdapter(SessionLimits)
@@ -70,11 +83,19 @@ class SandboxClient(CodeService):
         connect_s: float = 5.0,
         notice: Notice = log_notice,
     ) -> None:
-        patience = Patience(patience_s=patience_s, no_node_s=no_node_s, reconnect_s=reconnect_s, connect_s=connect_s)
-        urls = [url] if isinstance(url, str) else url
-        self._services = Services(urls, token=token, client=client or uuid.uuid4().hex, patience=patience, notice=notice)
-        self._homes: dict[str, ServiceHttp] = {}  # of sessions
-        self._calls: Calls | None = None
+        self._patience = Patience(patience_s=patience_s, no_node_s=no_node_s, reconnect_s=reconnect_s, connect_s=connect_s)
+        self._client = client or uuid.uuid4().hex
+        self._services = [
+            Service(one, token=token, client=self._client, patience=self._patience, notice=notice)
+            for one in ([url] if isinstance(url, str) else url)
+        ]
+        self._homes: dict[str, Service] = {}  # of sessions
+        self._last_key = 0
+        self._num_calls = 0  # without an answer
+        self._streams: dict[Service, asyncio.Task[None]] = {}  # keep one open to each service while there are calls
+        self._untried = set(self._services)
+        self._waiting: list[asyncio.Future[None]] = []  # calls that wait for a stream
+        self._closed: MachineError | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,15 +109,29 @@ class SandboxClient(CodeService):
         """See `CodeService`. Raises `UserError` for a wrong address or token, `SessionLost` for a cell without its session."""
         if not isinstance(request, RunRequest):
             raise TypeError(f"a program is run as RunRequest(code=...); this is of type {type(request).__name__}")
-        if self._calls is None:
-            self._calls = Calls(self._services)
-        if not request.session:
-            return await self._calls.run(request)
+        if self._closed is not None:
+            raise self._closed
+        home = self._home(request.session) if request.session else None
+        self._last_key = key = self._last_key + 1
+        if not request.id:
+            request = replace(request, id=f"{self._client}-{key}")
         try:
-            return await self._calls.run(request, home=self._home(request.session))
+            line = _RUN_LINE.dump_json(RunLine(key=key, request=request)) + b"\n"
+        except PydanticSerializationError:
+            reason = "the request holds a lone surrogate, which has no encoding"
+            return RunResult.not_run(RunOutcome.REJECTED, reason, level=IsolationLevel.PROCESS)
+        self._num_calls += 1
+        try:
+            with clock_stopped() as clock:
+                async with asyncio.timeout(self._patience.patience_s):
+                    return await self._run(Call(key=key, id=request.id, line=line, clock=clock), home)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no code service answered a call within {self._patience.patience_s:g} s") from error
         except SessionLost:
             self._forget(request.session)
             raise
+        finally:
+            self._num_calls -= 1
 
     async def verify(self, request: VerifyRequest) -> AsyncGenerator[tuple[int, PairVerdict]]:
         """See `CodeService`. Pairs whose verdicts were lost with a connection are sent again, which changes no verdict."""
@@ -104,7 +139,7 @@ class SandboxClient(CodeService):
         started_at = asyncio.get_running_loop().time()
         while rest := [index for index in range(len(request.pairs)) if index not in verdicts]:
             asked = VerifyRequest(pairs=tuple(request.pairs[index] for index in rest), pair_wall_s=request.pair_wall_s)
-            service, num_slots = self._services.best(), -(-len(rest) // _NUM_PAIRS)
+            service, num_slots = self._best(self._services), -(-len(rest) // _NUM_PAIRS)
             service.num_calls += num_slots
             try:
                 async for line in self._verdicts(service, asked):
@@ -115,13 +150,12 @@ class SandboxClient(CodeService):
                 if len(verdicts) < len(request.pairs):
                     raise ConnectionResetError("the reply ended too early")
             except (Overloaded, *CONNECTION_ERRORS) as error:
-                await self._services.after(service, error, started_at=started_at)
+                await self._after(service, error, started_at=started_at)
             finally:
                 service.num_calls -= num_slots
 
     async def open_session(self, limits: SessionLimits) -> str:
         """Open it at the service with the fewest sessions of this client for its size."""
-
         service, reply = await self._ask("POST", "/v1/sessions", _LIMITS.dump_json(limits))
         return self._add_session(service, reply)
 
@@ -146,24 +180,130 @@ class SandboxClient(CodeService):
             UserError: an address or the token is wrong.
             MachineError: no service works.
         """
-        found = await asyncio.gather(*map(self._health, self._services.all))
-        health = {service.url: one for service, one in zip(self._services.all, found, strict=True) if one is not None}
+        found = await asyncio.gather(*map(self._health, self._services))
+        health = {service.url: one for service, one in zip(self._services, found, strict=True) if one is not None}
         if not health:
-            raise self._services.all[0].loss()
+            raise self._services[0].loss()
         return health
 
     async def move(self, url: str, other: str) -> None:
         """Call a service at the address `other` in place of the one at `url`, which is lost with its sessions."""
-        service = next(service for service in self._services.all if service.url == url)
+        service = next(service for service in self._services if service.url == url)
         service.url, service.retry_at = other, 0.0
         await service.close()
 
     async def close(self) -> None:
-        if self._calls is not None:
-            await self._calls.close()
-        await asyncio.gather(*(service.close() for service in self._services.all))
+        """Cancel every run at its service, and fail it here."""
+        self._closed = MachineError("the client of the code service was closed")
+        for stream in self._streams.values():
+            stream.cancel()
+        self._wake(self._closed)
+        await asyncio.gather(*(service.end(self._closed) for service in self._services))
+        await asyncio.gather(*self._streams.values(), return_exceptions=True)
 
-    async def _health(self, service: ServiceHttp) -> Health | None:
+    # Runs
+
+    async def _run(self, call: Call, home: Service | None) -> RunResult:
+        """Send it until it has an answer. With its id, a service finds the running call or its answer."""
+        lost_at, num_overloads = math.inf, 0
+        while True:
+            service = await self._service_for(home)
+            if home is not None and asyncio.get_running_loop().time() - lost_at > _CELL_RETURN_S:
+                raise SessionLost("the connection was lost for too long while a cell ran")
+            try:
+                return await service.call(call)
+            except LinkBroken:
+                lost_at = min(lost_at, asyncio.get_running_loop().time())
+            except Overloaded:
+                num_overloads += 1
+                await asyncio.sleep(backoff_s(num_overloads))
+
+    async def _service_for(self, home: Service | None) -> Service:
+        """Wait for a stream: to `home`, or to any service once each was tried, so that the first one does not get all calls."""
+        while True:
+            for service in self._services:
+                if service not in self._streams or self._streams[service].done():
+                    self._streams[service] = asyncio.create_task(self._keep_stream(service))
+            if home is not None and home.has_stream:
+                return home
+            if home is None and not self._untried and (open_ones := [each for each in self._services if each.has_stream]):
+                return self._best(open_ones)
+            if home is not None and self._are_several and home.lost_s > SILENCE_S:
+                raise SessionLost(f"the session is lost with the code service at {home.url}")
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+
+    async def _keep_stream(self, service: Service) -> None:
+        """Keep a stream to the service open while there are calls."""
+
+        def note_tried() -> None:
+            self._untried.discard(service)
+            self._wake()
+
+        try:
+            while self._num_calls:
+                try:
+                    await service.stream(note_tried)
+                except (MachineError, *CONNECTION_ERRORS) as error:
+                    service.note_error(error)
+                    self._raise_if_all_lost()
+                note_tried()
+                await asyncio.sleep(backoff_s(service.num_failures))
+        except StropError as error:
+            self._untried.discard(service)
+            self._wake(error)
+
+    def _wake(self, error: StropError | None = None) -> None:
+        """Let the calls that wait look again for a stream, or raise `error`."""
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if turn.done():
+                continue
+            if error is None:
+                turn.set_result(None)
+            else:
+                turn.set_exception(type(error)(*error.args))
+
+    # Which service, and for how long
+
+    @property
+    def _are_several(self) -> bool:
+        return len(self._services) > 1
+
+    @staticmethod
+    def _best(services: Iterable[Service], *, for_session: bool = False) -> Service:
+        """The least loaded one that works, as far as is known."""
+        now = asyncio.get_running_loop().time()
+        return min(
+            services,
+            key=lambda service: (
+                service.is_silent or service.lost_at is not None,
+                service.retry_at > now,
+                (service.num_sessions if for_session else service.num_calls) / service.num_slots,
+            ),
+        )
+
+    def _raise_if_all_lost(self) -> None:
+        """Raise the error of the service that was lost last, once the patience with it is over."""
+        last = min(self._services, key=lambda service: service.lost_s)
+        if last.lost_s > last.limit_s:
+            raise last.loss()
+
+    async def _after(self, service: Service, error: Exception, *, started_at: float, has_home: bool = False) -> None:
+        """Return when a request that failed may be tried again; raise the final error if it may not.
+
+        Args:
+            has_home: only the same service can do it.
+        """
+        service.note_error(error)
+        self._raise_if_all_lost()
+        now = asyncio.get_running_loop().time()
+        if isinstance(error, Overloaded) and now - started_at > self._patience.patience_s:
+            raise error
+        await asyncio.sleep((service.retry_at if has_home else min(one.retry_at for one in self._services)) - now)
+
+    async def _health(self, service: Service) -> Health | None:
         """None if it is lost for longer than it may be."""
         while True:
             try:
@@ -178,17 +318,17 @@ class SandboxClient(CodeService):
                 return health
 
     async def _ask(
-        self, method: str, path: str, body: bytes | None = None, *, home: ServiceHttp | None = None
-    ) -> tuple[ServiceHttp, bytes]:
+        self, method: str, path: str, body: bytes | None = None, *, home: Service | None = None
+    ) -> tuple[Service, bytes]:
         """The reply, and the service that gave it: `home`, or the best for a new session."""
         started_at = asyncio.get_running_loop().time()
         while True:
-            service = home or self._services.best(for_session=True)
+            service = home or self._best(self._services, for_session=True)
             try:
                 reply = await service.ask(method, path, body)
             except (Overloaded, *CONNECTION_ERRORS) as error:
-                await self._services.after(service, error, started_at=started_at, has_home=home is not None)
-                if home is not None and self._services.are_several and home.lost_s > SILENCE_S:
+                await self._after(service, error, started_at=started_at, has_home=home is not None)
+                if home is not None and self._are_several and home.lost_s > SILENCE_S:
                     raise SessionLost(f"the session is lost with the code service at {home.url}") from error
             else:
                 service.note_works()
@@ -196,25 +336,25 @@ class SandboxClient(CodeService):
 
     # Sessions
 
-    def _add_session(self, service: ServiceHttp, reply: bytes) -> str:
+    def _add_session(self, service: Service, reply: bytes) -> str:
         session = _SESSION.validate_json(reply).session
         self._homes[session] = service
         service.num_sessions += 1
         return session
 
-    def _home(self, session: str) -> ServiceHttp:
+    def _home(self, session: str) -> Service:
         if (home := self._homes.get(session)) is not None:
             return home
-        if self._services.are_several:
+        if self._are_several:
             raise SessionLost(f"session {session!r} is lost, was closed, or was not opened by this client")
-        return self._services.all[0]  # of another client, perhaps
+        return self._services[0]  # of another client, perhaps
 
     def _forget(self, session: str) -> None:
         if (home := self._homes.pop(session, None)) is not None:
             home.num_sessions -= 1
 
     @staticmethod
-    async def _verdicts(service: ServiceHttp, request: VerifyRequest) -> AsyncGenerator[VerdictLine]:
+    async def _verdicts(service: Service, request: VerifyRequest) -> AsyncGenerator[VerdictLine]:
         try:
             body = _VERIFY.dump_json(request)
         except PydanticSerializationError as error:
