@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
@@ -34,7 +35,6 @@ from strop.sandbox.protocol import (
 _log = logging.getLogger(__name__)
 _ItemT = TypeVar("_ItemT")
 
-_LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
 _CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor is started again; doubles with each start that fails
 NUM_PAIRS = 32  # in one call and one child: more would amortise the fork better, but wait longer for a pair that hangs
@@ -92,18 +92,6 @@ class _Turn:
     granted: asyncio.Future[CodeNode]
 
 
-@dataclass(slots=True, eq=False)
-class _Session:
-    """A session of the supervisor. Its cells and forks take turns."""
-
-    name: str
-    node: CodeNode
-    limits: SessionLimits
-    used_at: float
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    lost_for: str = ""
-
-
 class LocalSandbox(CodeService):
     """A `CodeService` on this machine; use as `async with`, or call `start` and `close`. Belongs to one event loop.
 
@@ -131,13 +119,14 @@ class LocalSandbox(CodeService):
         self.node: CodeNode | None = None  # the supervisor; None while there is none
         self.queue: FairQueue[_Turn] = FairQueue()
         self.num_running = 0
-        self.num_retries = self.num_nodes_lost = self.num_sessions_lost = 0
+        self.num_retries = self.num_nodes_lost = 0
         self._level: IsolationLevel | None = None  # None before the start
         self._name = name
         self._no_node_s = no_node_s
         self._spawn_node = spawn
         self._no_node_since = 0.0
-        self._sessions: dict[str, _Session] = {}
+        self._lost_for = ""  # why the last supervisor was lost
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of the sessions with cells or forks
         self._starting = asyncio.Lock()
         self._is_closed = False
         self._keepers: list[asyncio.Task[None]] = []
@@ -158,10 +147,6 @@ class LocalSandbox(CodeService):
         if self._level is None:
             raise MachineError("the sandbox has not been started")
         return self._level
-
-    @property
-    def num_sessions(self) -> int:
-        return sum(not session.lost_for for session in self._sessions.values())
 
     async def start(self) -> None:
         """Start the supervisor, which tests its level of isolation first. Safe to call twice.
@@ -225,15 +210,13 @@ class LocalSandbox(CodeService):
             return await self._open_session(limits, client)
 
     async def fork_session(self, session: str) -> str:
-        async with self._turn(session) as origin:
-            name = await origin.node.fork_session(session)
-            return self._add_session(name, origin.node, origin.limits)
+        async with self._turn(session) as node:
+            return await node.fork_session(session)
 
     async def close_session(self, session: str) -> None:
-        if (closed := self._sessions.pop(session, None)) is not None:
-            closed.lost_for = closed.lost_for or "it was closed"  # for the cells that wait
+        if self.node is not None:
             with suppress(NodeLost):  # the session is gone too
-                await closed.node.close_session(session)
+                await self.node.close_session(session)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -270,11 +253,14 @@ class LocalSandbox(CodeService):
 
     async def _run_cell(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
         arrived_at = asyncio.get_running_loop().time()
-        async with self._turn(request.session) as session:
+        async with self._turn(request.session) as node:
             try:
-                return await self._run_once(request, (client, True), begin, arrived_at, session=session)
+                return await self._run_once(request, (client, True), begin, arrived_at, home=node)
+            except (SessionLost, NodeLost):
+                raise
             except MachineError as error:  # it is unknown what the cell has done, so no other cell may build on it
-                raise error if isinstance(error, SessionLost) else NodeLost(str(error)) from error
+                await self.close_session(request.session)
+                raise SessionLost(f"session {request.session!r} is lost: {error}") from error
 
     async def _run_once(
         self,
@@ -283,13 +269,13 @@ class LocalSandbox(CodeService):
         begin: Callable[[], None],
         arrived_at: float,
         *,
-        session: _Session | None = None,
+        home: CodeNode | None = None,
         is_retry: bool = False,
     ) -> RunResult:
         node = await self._take_slot(client, is_first=is_retry)
         with self._releasing(node):
-            if session is not None:
-                self._require_alive(session)
+            if home is not None:
+                self._require(home)
             begin()
             queue_s = asyncio.get_running_loop().time() - arrived_at
             result = await node.run(request)
@@ -373,9 +359,6 @@ class LocalSandbox(CodeService):
                 late = f"the sandbox has had no supervisor for {now - self._no_node_since:.0f} s"
                 while self.queue:
                     _grant(self.queue.pop(), NoNodes(late))
-            for session in list(self._sessions.values()):
-                if not session.turn.locked() and now > session.used_at + session.limits.lease_s + _LEASE_SLACK_S:
-                    del self._sessions[session.name]
 
     # Supervisors
 
@@ -402,15 +385,10 @@ class LocalSandbox(CodeService):
     def _lose(self, node: CodeNode, reason: str) -> None:
         if node is not self.node:
             return
-        self.node, self._no_node_since = None, asyncio.get_running_loop().time()
+        self.node, self._no_node_since, self._lost_for = None, asyncio.get_running_loop().time(), reason
         self.num_nodes_lost += 1
         _log.warning("the supervisor is lost: %s", reason)
-        for session in list(self._sessions.values()):
-            self._end_session(session, f"its supervisor is gone: {reason}")
-        self._spawn(node.close())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(node.close())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -419,46 +397,24 @@ class LocalSandbox(CodeService):
     async def _open_session(self, limits: SessionLimits, client: str) -> str:
         node = await self._take_slot((client, True), is_first=True)
         with self._releasing(node):
-            name = await node.open_session(limits)
-            return self._add_session(name, node, limits)
-
-    def _add_session(self, name: str, node: CodeNode, limits: SessionLimits) -> str:
-        session = self._sessions[name] = _Session(name, node, limits, asyncio.get_running_loop().time())
-        if node is not self.node:
-            self._end_session(session, "its supervisor was lost while the session was opened")
-        return name
+            return await node.open_session(limits)
 
     @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[_Session]:
-        """Wait for the turn of a cell or a fork. `SessionLost` and `NodeLost` in it end the session."""
+    async def _turn(self, session: str) -> AsyncIterator[CodeNode]:
+        """Wait for the turn of a cell or a fork. The session is lost with its supervisor, and with no other one."""
         if self._is_closed:
             raise MachineError("the sandbox was closed; a call came after that")
-        if (session := self._sessions.get(name)) is None:
-            raise SessionLost(f"session {name!r} is lost: there is no such session, or it was closed")
-        async with session.turn:
-            self._require_alive(session)
+        node = self.node
+        async with self._turns.setdefault(session, asyncio.Lock()):
             try:
-                yield session
-            except (SessionLost, NodeLost) as error:
-                self._end_session(session, str(error))
-                if isinstance(error, SessionLost):
-                    raise
-                raise SessionLost(f"session {name!r} is lost: {error}") from error
-            finally:
-                session.used_at = asyncio.get_running_loop().time()
+                yield self._require(node)
+            except NodeLost as error:
+                raise SessionLost(f"session {session!r} is lost: {error}") from error
 
-    @staticmethod
-    def _require_alive(session: _Session) -> None:
-        if session.lost_for:
-            raise SessionLost(f"session {session.name!r} is lost: {session.lost_for}")
-
-    def _end_session(self, session: _Session, reason: str) -> None:
-        """End it without a request of its client, also on the supervisor."""
-        if not session.lost_for:
-            self.num_sessions_lost += 1
-            session.lost_for = reason
-            if session.node is self.node:
-                self._spawn(_close_quietly(session.node, session.name))
+    def _require(self, node: CodeNode | None) -> CodeNode:
+        if node is None or node is not self.node:
+            raise NodeGone(f"its supervisor is gone: {self._lost_for}")
+        return node
 
 
 def _grant(turn: _Turn, answer: CodeNode | MachineError) -> bool:
@@ -470,11 +426,6 @@ def _grant(turn: _Turn, answer: CodeNode | MachineError) -> bool:
     else:
         turn.granted.set_result(answer)
     return True
-
-
-async def _close_quietly(node: CodeNode, session: str) -> None:
-    with suppress(MachineError):  # it may be lost there too
-        await node.close_session(session)
 
 
 @asynccontextmanager
