@@ -55,7 +55,7 @@ class Link(asyncio.Protocol):
         self._received = bytearray()
         self._outgoing: list[bytes] = []
         self._flush_timer: asyncio.TimerHandle | None = None
-        self.heard_at = self._loop.time()
+        self.num_heard = 0  # parts of messages
 
     @classmethod
     async def open(cls, connection: socket.socket, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> Self:
@@ -86,7 +86,7 @@ class Link(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self._loop.time()
+        self.num_heard += 1
         self._received += data
         start = 0
         while len(self._received) >= start + _HEADER.size:

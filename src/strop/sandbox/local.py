@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -84,14 +84,6 @@ class FairQueue(Generic[_ItemT]):
         return True
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """A call that waits for a slot."""
-
-    client: tuple[str, bool]
-    granted: asyncio.Future[CodeNode]
-
-
 class LocalSandbox(CodeService):
     """A `CodeService` on this machine; use as `async with`, or call `start` and `close`. Belongs to one event loop.
 
@@ -117,7 +109,7 @@ class LocalSandbox(CodeService):
     ) -> None:
         self.config = config or SandboxConfig()
         self.node: CodeNode | None = None  # the supervisor; None while there is none
-        self.queue: FairQueue[_Turn] = FairQueue()
+        self.queue: FairQueue[asyncio.Future[CodeNode]] = FairQueue()  # calls that wait for a slot
         self.num_running = 0
         self.num_retries = self.num_nodes_lost = 0
         self._level: IsolationLevel | None = None  # None before the start
@@ -323,12 +315,12 @@ class LocalSandbox(CodeService):
         if not self.queue and self.node is not None and self.num_running < self.node.num_slots:
             self.num_running += 1
             return self.node
-        turn = _Turn(client, asyncio.get_running_loop().create_future())
+        turn: asyncio.Future[CodeNode] = asyncio.get_running_loop().create_future()
         self.queue.push(client, turn, is_first=is_first)
         try:
-            return await turn.granted
+            return await turn
         except asyncio.CancelledError:
-            if not self.queue.remove(client, turn) and not turn.granted.cancelled() and turn.granted.exception() is None:
+            if not self.queue.remove(client, turn) and not turn.cancelled() and turn.exception() is None:
                 self._release_slot()  # it was granted in this turn of the event loop
             raise
 
@@ -417,14 +409,14 @@ class LocalSandbox(CodeService):
         return node
 
 
-def _grant(turn: _Turn, answer: CodeNode | MachineError) -> bool:
+def _grant(turn: asyncio.Future[CodeNode], answer: CodeNode | MachineError) -> bool:
     """Whether the call still waits."""
-    if turn.granted.done():
+    if turn.done():
         return False
     if isinstance(answer, MachineError):
-        turn.granted.set_exception(answer)
+        turn.set_exception(answer)
     else:
-        turn.granted.set_result(answer)
+        turn.set_result(answer)
     return True
 
 

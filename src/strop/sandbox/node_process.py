@@ -27,7 +27,7 @@ from strop.sandbox.protocol import (
 _log = logging.getLogger(__name__)
 
 _START_S = 120.0  # imports, fork servers and a self-test, on a machine that may be busy
-_SILENCE_S = 1.4  # without a message, after which the supervisor is lost; found within one more heartbeat, so within 1.8 s
+_LOOK_S, _NUM_SILENT = HEARTBEAT_S / 2, 7  # a supervisor is lost after so many looks without a message: within 1.6 s
 _END_S = 5.0  # for its programs to end; then the supervisor is killed
 # A supervisor needs no other variables, and cannot leak what it does not have.
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "STROP_LOG")
@@ -190,19 +190,15 @@ class NodeProcess(CodeNode):
             _fail(answered, NodeLost(f"the supervisor was lost with the call in flight: {reason}"))
 
     async def _watch_silence(self) -> None:
-        """A process that is stopped does not hang up."""
+        """A process that is stopped does not hang up. Looks are counted, not timed: this process may have been stopped too."""
         assert self._link is not None
-        was_late, last_at = False, self._loop.time()
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            now = self._loop.time()
-            # If this process stood still, messages of the supervisor may be unread: decide at the next heartbeat.
-            is_late = now - last_at > 2 * HEARTBEAT_S
-            if now - self._link.heard_at > _SILENCE_S and (not is_late or was_late):
-                self._lose(f"it was silent for {now - self._link.heard_at:.1f} s")
-                self._link.abort()
-                return
-            was_late, last_at = is_late, now
+        num_silent = 0
+        while num_silent < _NUM_SILENT:
+            num_heard = self._link.num_heard
+            await asyncio.sleep(_LOOK_S)
+            num_silent = num_silent + 1 if self._link.num_heard == num_heard else 0
+        self._lose(f"it was silent for {num_silent * _LOOK_S:.1f} s")
+        self._link.abort()
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

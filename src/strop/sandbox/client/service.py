@@ -11,9 +11,9 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from strop.deadline import StoppedClock
 from strop.errors import LinkBroken, MachineError, NoNodes, Overloaded, StropError, UserError
@@ -59,7 +59,9 @@ CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 _REPLY: TypeAdapter[ErrorReply | Health] = TypeAdapter(ErrorReply | Health)
 _HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
 _CANCEL: TypeAdapter[CancelRequest] = TypeAdapter(CancelRequest)
-_ANSWERS: tuple[TypeAdapter[Any], ...] = (TypeAdapter(ResultLine), TypeAdapter(StartLine), TypeAdapter(ErrorLine))
+_ANSWER: TypeAdapter[ResultLine | StartLine | ErrorLine] = TypeAdapter(
+    Annotated[ResultLine | StartLine | ErrorLine, Field(union_mode="left_to_right")]  # most are results
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +269,10 @@ class Service:
 
     def _take(self, line: bytes) -> None:
         """Raises `NoNodes` when nothing runs there: the stream is opened again when the service can run something."""
-        read = _answer_in(line)
+        try:
+            read = _ANSWER.validate_json(line)
+        except ValidationError as error:
+            raise LinkBroken(f"the service sent a line of {len(line)} bytes that is no answer") from error
         if not isinstance(read.key, int):
             _log.warning("the service could not read a call: %s", line[:300])
             return
@@ -277,10 +282,10 @@ class Service:
         if isinstance(read, StartLine):
             call.clock.go_on()
         elif isinstance(read, ErrorLine):
-            error = read.error.exception()
-            if isinstance(error, NoNodes):
-                raise error
-            answer.set_exception(error)
+            failure = read.error.exception()
+            if isinstance(failure, NoNodes):
+                raise failure
+            answer.set_exception(failure)
         elif read.result.outcome is RunOutcome.OVERLOADED:
             overloaded = Overloaded(read.result.reason)
             self.note_error(overloaded)
@@ -373,16 +378,3 @@ class Service:
 def backoff_s(num_failures: int) -> float:
     """Longer with each failure, up to about two seconds, and random so that clients do not retry at the same time."""
     return min(2.0, 0.05 * 2.0 ** min(num_failures, 10)) * random.uniform(0.5, 1.0)
-
-
-def _answer_in(line: bytes) -> ResultLine | StartLine | ErrorLine:
-    """Raises `LinkBroken` for a line of no known shape."""
-    fault: ValidationError | None = None
-    for shape in _ANSWERS:
-        try:
-            answer: ResultLine | StartLine | ErrorLine = shape.validate_json(line)
-        except ValidationError as error:
-            fault = error
-        else:
-            return answer
-    raise LinkBroken(f"the service sent a line of {len(line)} bytes that is no answer") from fault
