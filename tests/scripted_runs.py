@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from faulty_engine import FaultyEngine
+from faulty_sandbox import FaultySandbox
 from strop.config import validate
 from strop.pipeline.run import TrainResult, train
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import read_json, read_lines
 from strop.runs.lineage import num_common
 from strop.sandbox.protocol import RunOutcome
-from strop.sandbox.scripted import ScriptedSandbox, scripted_result
+from strop.sandbox.scripted import scripted_result
 from strop.stages.context import Silent, load_chat
 from strop.stages.loop.checkpoints import CheckpointWriter
 
@@ -189,7 +190,7 @@ def run_recipe(
             directory,
             progress=progress,
             command="strop train scripted.toml",
-            runner=runner or ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01),
+            runner=runner or FaultySandbox(answer=sums_and_errors, max_latency_s=0.01),
             open_engines=open_engines,
             **words,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from faulty_sandbox import FaultySandbox
 from scripted_runs import Watching, answer, call, make_recipe, run_recipe, sums_and_errors, untimed
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column
@@ -157,7 +158,7 @@ class FaultyInRl(Watching):
     """A runner that watches its run, and is faultless outside the RL stage. What failed once fails whenever retried."""
 
     def stage_started(self, name, kind, total_steps, done_steps):
-        self.sandbox = ScriptedSandbox(answer=sums_and_errors, fault_rate=0.5 if name == "rl" else 0.0)
+        self.sandbox = FaultySandbox(answer=sums_and_errors, fault_rate=0.5 if name == "rl" else 0.0)
 
     async def run(self, request):
         return await self.sandbox.run(request)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import strop.engine.torch.batch
+from faulty_sandbox import FaultySandbox
 from strop.doctor import CHECKS, examine_file
 from strop.engine.torch.sampling import Draw, draw
 from strop.errors import MachineError, UserError, WeightsNotProven
@@ -150,7 +151,7 @@ def test_reversed_grader_arguments_are_found(examine_with, load):
 
 
 def test_a_dead_sandbox_is_found(examine_with, recipe_path):
-    dead = ScriptedSandbox(answer={}, dies_after=0)
+    dead = FaultySandbox(answer={}, dies_after=0)
 
     def die(parts):
         return replace(parts, tools=(PythonTool(dead, parts.recipe.tools["python"].config),))

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from faulty_sandbox import FaultySandbox
 from scripted_runs import RecordingEngine, answer, make_recipe, run_recipe, sums_and_errors
 from strop.errors import EngineLost, MachineError, RunError, TaskError
 from strop.evaluation.results import read_eval
 from strop.pipeline.from_python import evaluate_model
 from strop.recipe.recipe import Recipe, resolve
-from strop.sandbox.scripted import ScriptedSandbox
 from strop.stages.context import Silent, load_chat
 from strop.types import Task
 
@@ -71,7 +71,7 @@ def _with_doubles(open_engines):
     from strop.pipeline.run import train
 
     async def run(recipe, directory, *, progress):
-        runner = ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01)
+        runner = FaultySandbox(answer=sums_and_errors, max_latency_s=0.01)
         return await train(recipe, directory, progress=progress, runner=runner, open_engines=open_engines)
 
     return run

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from trajectories import TASK, called, trajectory, turn
 
+from faulty_sandbox import FaultySandbox
 from strop.errors import ConfigError, MachineError, TaskError
 from strop.rewards import MathReward, Reward, make_reward
 from strop.rewards.code import CodeReward, extract_code, read_tests
@@ -148,7 +149,7 @@ def runner(**options):
     def answer(request):
         return request.stdin * 2 if request.stdin in request.code.split() else "?"
 
-    return ScriptedSandbox(answer=answer, **options)
+    return FaultySandbox(answer=answer, **options)
 
 
 def score(text, *, task=None, sandbox=None, stop_reason=StopReason.ANSWERED, **keys):

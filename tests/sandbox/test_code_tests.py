@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from faulty_sandbox import FaultySandbox
 from strop.errors import MachineError
 from strop.sandbox import LocalSandbox, RunOutcome, SandboxConfig, ScriptedSandbox, scripted_result
 from strop.sandbox.code_tests import CaseOutcome, CodeTest, first_difference, run_tests
@@ -191,7 +192,7 @@ def test_our_faults_are_no_failed_test(outcome):
     with pytest.raises(MachineError, match="as scripted"):
         asyncio.run(run_tests(sandbox, "", SQUARES))
     with pytest.raises(MachineError, match="died after 2 requests"):
-        asyncio.run(run_tests(ScriptedSandbox(answer=lambda request: str(int(request.stdin) ** 2), dies_after=2), "", SQUARES))
+        asyncio.run(run_tests(FaultySandbox(answer=lambda request: str(int(request.stdin) ** 2), dies_after=2), "", SQUARES))
 
 
 def test_no_test_is_no_proof():

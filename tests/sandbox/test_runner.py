@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from faulty_sandbox import FaultySandbox
 from strop.errors import MachineError
 from strop.sandbox import (
     LocalSandbox,
@@ -227,7 +228,7 @@ def test_a_scripted_sandbox_answers_from_its_script() -> None:
 
 def test_a_scripted_sandbox_fails_the_same_requests_under_the_same_seed() -> None:
     async def faults(seed: int) -> list[bool]:
-        box = ScriptedSandbox(answer=lambda request: request.code, fault_rate=0.5, max_latency_s=0.001, seed=seed)
+        box = FaultySandbox(answer=lambda request: request.code, fault_rate=0.5, max_latency_s=0.001, seed=seed)
         requests = [RunRequest(code=str(number)) for number in range(20)]
         results = await asyncio.gather(*map(box.run, requests), return_exceptions=True)
         return [isinstance(result, MachineError) for result in results]
@@ -239,7 +240,7 @@ def test_a_scripted_sandbox_fails_the_same_requests_under_the_same_seed() -> Non
 
 
 def test_a_scripted_sandbox_dies_when_its_script_says_so() -> None:
-    box = ScriptedSandbox(answer=lambda request: "ok", dies_after=1)
+    box = FaultySandbox(answer=lambda request: "ok", dies_after=1)
     assert asyncio.run(box.run(RunRequest(code="1"))).text == "ok"
     with pytest.raises(MachineError, match="died after 1 requests"):
         asyncio.run(box.run(RunRequest(code="1")))
