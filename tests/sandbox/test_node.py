@@ -14,7 +14,7 @@ import pytest
 
 from strop.errors import MachineError, SessionLost
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, RunResult, SandboxConfig
-from strop.sandbox.protocol import SessionLimits
+from strop.sandbox.protocol import AnswerPair, PairVerdict, SessionLimits, VerifyRequest
 from strop.sandbox.supervisor import fork_servers
 from strop.sandbox.supervisor.fork_servers import BOOT, ENVIRONMENT, ForkServer, command, profile_of
 from strop.sandbox.supervisor.node import Node
@@ -216,6 +216,18 @@ def test_a_loop_under_a_stopped_fork_server_still_ends_at_its_limit() -> None:
             os.kill(forking_pid(server), signal.SIGSTOP)
         assert (await asyncio.wait_for(call, 30)).outcome is RunOutcome.TIMEOUT
         assert time.monotonic() - started_at < 1.5
+
+    play(scene, fork_servers=1)
+
+
+def test_a_stopped_fork_server_holds_no_verdict_up() -> None:
+    async def scene(node: Node) -> None:
+        asked = VerifyRequest(pairs=(AnswerPair(gold="1/2", answer="0.5"),), pair_wall_s=1.0)
+        assert [verdict async for _, verdict in node.verify(asked)] == [PairVerdict.EQUAL]
+        for server in node._pool("verify")._servers:
+            os.kill(forking_pid(server), signal.SIGSTOP)
+        async with asyncio.timeout(40):
+            assert [verdict async for _, verdict in node.verify(asked)] == [PairVerdict.EQUAL]
 
     play(scene, fork_servers=1)
 

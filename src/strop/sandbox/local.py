@@ -173,7 +173,7 @@ class LocalSandbox(CodeService):
     async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
         require_verifiable(request)
         await self.start()
-        found: asyncio.Queue[tuple[int, PairVerdict] | NoNodes] = asyncio.Queue()
+        found: asyncio.Queue[tuple[int, PairVerdict] | Exception] = asyncio.Queue()
         pairs = [(index, pair) for index, pair in enumerate(request.pairs) if is_readable(pair)]
         for index in set(range(len(request.pairs))) - {index for index, _ in pairs}:
             found.put_nowait((index, PairVerdict.UNREADABLE))
@@ -184,7 +184,7 @@ class LocalSandbox(CodeService):
         try:
             for _ in request.pairs:
                 judged = await found.get()
-                if isinstance(judged, NoNodes):
+                if isinstance(judged, Exception):
                     raise judged
                 yield judged
         finally:
@@ -278,9 +278,9 @@ class LocalSandbox(CodeService):
         pairs: dict[int, AnswerPair],
         pair_wall_s: float,
         client: str,
-        found: asyncio.Queue[tuple[int, PairVerdict] | NoNodes],
+        found: asyncio.Queue[tuple[int, PairVerdict] | Exception],
     ) -> None:
-        """Put a verdict on each pair into `found`; an error instead if there is no supervisor."""
+        """Put a verdict on each pair into `found`; an error instead if there is none to come."""
         num_failures = 0
         while pairs and num_failures < 2:
             indices = list(pairs)
@@ -294,10 +294,10 @@ class LocalSandbox(CodeService):
                 num_failures += bool(pairs)
             except NodeGone:
                 continue  # they were not sent
-            except NoNodes as error:
-                found.put_nowait(error)
-                return
-            except MachineError:
+            except Exception as error:  # noqa: BLE001 - the caller raises it
+                if isinstance(error, NoNodes) or not isinstance(error, MachineError):
+                    found.put_nowait(error)
+                    return
                 num_failures += 1
         for index in pairs:
             found.put_nowait((index, PairVerdict.INTERNAL))
@@ -315,10 +315,18 @@ class LocalSandbox(CodeService):
         if not self.queue and self.node is not None and self.num_running < self.node.num_slots:
             self.num_running += 1
             return self.node
-        turn: asyncio.Future[CodeNode] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[CodeNode] = loop.create_future()
         self.queue.push(client, turn, is_first=is_first)
+        began = loop.time()
         try:
-            return await turn
+            while not turn.done():
+                since = loop.time() if self.node is not None else max(began, self._no_node_since)
+                left_s = since + self._no_node_s - loop.time()
+                if left_s <= 0 and self.queue.remove(client, turn):
+                    raise NoNodes(f"the sandbox has had no supervisor for {loop.time() - self._no_node_since:.0f} s")
+                await asyncio.wait({turn}, timeout=left_s)
+            return turn.result()
         except asyncio.CancelledError:
             if not self.queue.remove(client, turn) and not turn.cancelled() and turn.exception() is None:
                 self._release_slot()  # it was granted in this turn of the event loop
@@ -346,11 +354,6 @@ class LocalSandbox(CodeService):
         while True:
             await asyncio.sleep(_CHECK_S)
             self._grant_slots()
-            now = asyncio.get_running_loop().time()
-            if self.node is None and now - self._no_node_since > self._no_node_s:
-                late = f"the sandbox has had no supervisor for {now - self._no_node_since:.0f} s"
-                while self.queue:
-                    _grant(self.queue.pop(), NoNodes(late))
 
     # Supervisors
 

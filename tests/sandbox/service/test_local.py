@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -174,6 +175,10 @@ def test_without_a_supervisor_calls_fail_after_a_while() -> None:
         one.die()
         with pytest.raises(NoNodes):
             await asyncio.wait_for(box.run(RunRequest(code="x")), 2)
+        began = time.monotonic()
+        with pytest.raises(NoNodes):
+            await asyncio.wait_for(box.run(RunRequest(code="x")), 2)
+        assert time.monotonic() - began > 0.15  # a call that comes later waits as long
         with pytest.raises(NoNodes):
             await asyncio.wait_for(anext(box.verify(VerifyRequest(pairs=pairs(1)))), 2)
         with pytest.raises(NoNodes):

@@ -26,6 +26,7 @@ CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 """Signals that a process raises by its own instructions."""
 
 _START_S = 10.0  # from the payload to the first line
+_DEATH_LIMIT_S = 2.0  # of a killed child; its fork server, which has not reported it by then, is given up
 _GRACE_S = 0.05  # a supervisor that was suspended itself finds the verdict when it resumes
 _MEMORY_BYTES = 1 << 30
 _CPU_S = 3_600  # each pair has its own deadline
@@ -114,7 +115,11 @@ class VerifyChild:
     async def end(self) -> PairVerdict | None:
         """Kill it. Returns the verdict on the pair that it did not judge; None if it was lost for another reason."""
         self._child.kill()
-        await self._ended.wait()
+        try:
+            await asyncio.wait_for(self._ended.wait(), _DEATH_LIMIT_S)
+        except TimeoutError:
+            self._child.abandon()
+            await self._ended.wait()
         if self._is_late:
             return PairVerdict.TIMEOUT
         has_crashed = self._child.ended is not None and self._child.ended.signal in CRASHES
