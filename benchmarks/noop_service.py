@@ -23,6 +23,7 @@ class _Answering(Served):
 
     level = IsolationLevel.NAMESPACES
     num_slots = _NUM_SLOTS
+    num_sessions = 0
 
     async def start(self) -> None:
         """It is ready."""

@@ -23,8 +23,8 @@ import numpy as np
 from strop.evaluation.statistics import Estimate, mean_of_seeds
 from strop.pipeline.sweep import run_sweep
 from strop.pipeline.sweep_file import load_sweep
+from strop.reports.number_format import Unit
 from strop.reports.plots import compare_plots, draw
-from strop.reports.scales import Unit
 from strop.reports.sweep import SweepConsole
 from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
 

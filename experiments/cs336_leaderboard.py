@@ -19,8 +19,8 @@ from typing import Any
 
 from strop.recipe.load import recipe_of
 from strop.reports.log import read_run
+from strop.reports.number_format import Unit
 from strop.reports.plots import compare_plots, draw
-from strop.reports.scales import Unit
 from strop.run_directory import RunDirectory, read_json, write_json, write_text
 from strop.stages.rl import RL
 

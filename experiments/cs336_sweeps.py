@@ -24,8 +24,8 @@ from strop.evaluation.statistics import mean_of_seeds
 from strop.pipeline.sweep import run_sweep
 from strop.pipeline.sweep_file import load_sweep
 from strop.reports.log import read_run
+from strop.reports.number_format import Unit
 from strop.reports.plots import compare_plots, draw
-from strop.reports.scales import Unit
 from strop.reports.sweep import SweepConsole, unit_of
 from strop.run_directory import RunDirectory, read_json, read_lines, write_text
 

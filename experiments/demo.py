@@ -28,8 +28,8 @@ from strop.pipeline.children import Children
 from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe, resolve
 from strop.reports.html import render
+from strop.reports.number_format import Table, Unit
 from strop.reports.plots import drawings_of
-from strop.reports.scales import Table, Unit
 from strop.run_directory import RunDirectory, read_lines, write_json, write_text
 from strop.stages.context import Silent
 

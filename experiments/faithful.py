@@ -37,8 +37,8 @@ from strop.errors import UserError
 from strop.pipeline.sweep import plan_runs, run_sweep, write_arms
 from strop.pipeline.sweep_file import Sweep, load_sweep
 from strop.recipe.load import recipe_of
+from strop.reports.number_format import Unit
 from strop.reports.plots import compare_plots, draw
-from strop.reports.scales import Unit
 from strop.reports.sweep import SweepConsole
 from strop.run_directory import RunDirectory, write_json, write_text
 from strop.runs.lineage import copy_stages, num_common, num_done

@@ -9,8 +9,8 @@ from faithful_measures import Curve, curve_of
 from pipelines_measures import Runs
 
 from strop.evaluation.results import read_eval
+from strop.reports.number_format import Unit
 from strop.reports.plots import Boundary, Plot, compare_plots
-from strop.reports.scales import Unit
 from strop.run_directory import RunDirectory
 
 

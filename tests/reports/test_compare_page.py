@@ -1,8 +1,8 @@
 import pytest
 
 from strop.reports.html import render
+from strop.reports.number_format import Table
 from strop.reports.plots import compare_plots, draw, drawings_of
-from strop.reports.scales import Table
 
 
 def test_an_arm_is_the_mean_of_its_seeds_and_their_range():

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from strop.reports.number_format import Unit, duration, figure, nice_ticks, tick_labels
 from strop.reports.panels import trailing_mean
 from strop.reports.plots import MAX_POINTS, Boundary, Look, Plot, Series, draw
-from strop.reports.scales import Unit, duration, figure, nice_ticks, tick_labels
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from strop.analysis.marks import TOP_SHARE, MarkedTurn, Part, Position, Token
 from strop.analysis.read import Analysis, Shown
 from strop.analysis.statistics import LAST_OFFSET, Figures
 from strop.reports.html import render
+from strop.reports.number_format import Table, Unit, figure
 from strop.reports.plots import Drawing, Plot, Series
-from strop.reports.scales import Table, Unit, figure
 from strop.run_directory import RunDirectory, write_json, write_text
 from strop.types import Turn
 

@@ -249,7 +249,7 @@ def check(
 ) -> None:
     """Compare your functions with strop's on random and on edge inputs, and name the first difference of each."""
     from strop.cs336.check import check_module
-    from strop.reports.scales import Table
+    from strop.reports.number_format import Table
     from strop.reports.terminal import print_table
 
     found = check_module(module, seed=seed)

@@ -1,4 +1,4 @@
-"""The rules over a task's answer: what a verifier can judge reliably. Normal forms of texts, without layout and formula style.
+"""The rules over a task's answer: what a verifier can judge reliably; `RuleScope`, which every rule has; normal forms of texts.
 
 rStar2-Agent (arXiv 2508.20722, section 4.2) keeps only integer answers, because rule-based checks of other forms fail; it drops
 the huge numbers among Project Euler's answers.

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 
 
 class Problem(Exception):  # noqa: N818 - named for what was found

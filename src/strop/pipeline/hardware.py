@@ -21,7 +21,7 @@ from strop.config import Config, load_toml, validate
 from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
 from strop.errors import ConfigError, did_you_mean
 from strop.recipe.stage import Estimate, Model, Trained
-from strop.reports.scales import counted, duration
+from strop.reports.number_format import counted, duration
 
 _MIB, _GIB = 2**20, 2**30
 _IDLE_MIB = 600  # an interpreter with torch and transformers imported

@@ -20,7 +20,7 @@ from strop.pipeline.children import Children, Ended, Start, start_process
 from strop.pipeline.plan import plan
 from strop.pipeline.sweep_file import Arm, Sweep, as_words
 from strop.recipe.recipe import Recipe
-from strop.reports.scales import duration
+from strop.reports.number_format import duration
 from strop.reports.sweep import (
     PlannedArm,
     State,

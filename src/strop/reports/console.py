@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from strop.reports.evaluations import benchmark_table
 from strop.reports.log import why_stale
-from strop.reports.scales import Table, Unit, duration, figure
+from strop.reports.number_format import Table, Unit, duration, figure
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
 

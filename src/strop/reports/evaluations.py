@@ -8,7 +8,7 @@ from typing import Any
 from strop.evaluation.compare import Comparison, MetricComparison
 from strop.evaluation.results import Entry, Leaderboard
 from strop.reports.html import render
-from strop.reports.scales import Table, Unit, figure
+from strop.reports.number_format import Table, Unit, figure
 
 _NONE = "–"
 

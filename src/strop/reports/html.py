@@ -7,7 +7,7 @@ from functools import partial
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from strop.reports.scales import Unit, duration, figure
+from strop.reports.number_format import Unit, duration, figure
 
 
 def render(template: str, **values: object) -> Markup:

@@ -9,9 +9,9 @@ from pathlib import Path
 from strop.reports.evaluations import benchmark_table
 from strop.reports.html import render
 from strop.reports.log import RunLog, StageLog, StageState, read_run
+from strop.reports.number_format import Table, Unit, counted, figure
 from strop.reports.panels import across, sections
 from strop.reports.rollouts import RolloutTable, clipped, read_rollouts
-from strop.reports.scales import Table, Unit, counted, figure
 from strop.reports.timelines import Timeline, read_timelines
 from strop.reports.timelines import draw as draw_timelines
 from strop.run_directory import RunDirectory, names_damage, write_text

@@ -12,8 +12,8 @@ from pydantic import Field
 from strop.config import Config, load_toml, validate
 from strop.evaluation.metrics import BUCKETS, DURATIONS
 from strop.reports.log import Metrics, RunLog, StageLog
+from strop.reports.number_format import Unit, unit_of
 from strop.reports.plots import Boundary, Drawing, Look, Plot, Point, Series
-from strop.reports.scales import Unit, unit_of
 
 MAX_TOOLS = 6  # a server may have dozens; the page stays small
 ELAPSED = "time/elapsed_s"

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from markupsafe import Markup
 
 from strop.reports.html import number, render
-from strop.reports.scales import Unit, figure, nice_ticks, tick_labels
+from strop.reports.number_format import Unit, figure, nice_ticks, tick_labels
 
 Point: TypeAlias = tuple[float, float]
 Curve: TypeAlias = Sequence[Point]  # of one run, in order of x

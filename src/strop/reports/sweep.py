@@ -19,8 +19,8 @@ from rich.status import Status
 from strop.evaluation.statistics import Estimate, mean_of_seeds
 from strop.reports.html import render
 from strop.reports.log import Metrics, read_run
+from strop.reports.number_format import Table, duration, figure, unit_of
 from strop.reports.plots import Curves, Point, drawings_of
-from strop.reports.scales import Table, duration, figure, unit_of
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
 

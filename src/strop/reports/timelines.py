@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Po
 
 from strop.errors import RunError
 from strop.reports.html import render
-from strop.reports.scales import Unit, duration, figure, nice_ticks, tick_labels
+from strop.reports.number_format import Unit, duration, figure, nice_ticks, tick_labels
 from strop.run_directory import RunDirectory, read_json
 
 MAX_ENGINES = 24  # of more engines, every n-th is drawn

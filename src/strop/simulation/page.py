@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from markupsafe import Markup
 
 from strop.reports.html import render
-from strop.reports.scales import Table, duration, figure
+from strop.reports.number_format import Table, duration, figure
 from strop.reports.timelines import EngineRow, Timeline, draw
 from strop.simulation.simulate import Outcome
 

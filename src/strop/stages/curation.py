@@ -16,7 +16,7 @@ from strop.errors import ConfigError, TaskError, UserError
 from strop.recipe.graph import Input, Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.run_directory import RunDirectory
 from strop.stages.context import StageContext
 from strop.stages.data import kept_path, outcomes_path

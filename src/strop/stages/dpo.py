@@ -23,7 +23,7 @@ from strop.algorithms.method import Column
 from strop.errors import TaskError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, StageResult
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import said_ids
 from strop.rollout.prompt import load_prompt

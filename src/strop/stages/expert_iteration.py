@@ -16,7 +16,7 @@ from strop.evaluation.metrics import entropy_metrics, rollout_metrics, tool_call
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
 from strop.recipe.stage import Estimate, Machine, StageResult, check_differ
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import as_demonstration
 from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection

@@ -21,7 +21,7 @@ from strop.errors import TaskError
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult, scoring_stages
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.rewards import SumReward
 from strop.rewards.base import Part
 from strop.rewards.reward_model import ExchangeFormat

@@ -18,7 +18,7 @@ from strop.recipe.graph import Input, Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
 from strop.recipe.stage import Estimate, Machine, StageResult
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, AsyncRolloutsConfig, staleness_metrics

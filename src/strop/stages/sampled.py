@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from strop.errors import MachineError, TaskError, UserError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, check_differ
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play

@@ -16,7 +16,7 @@ from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
-from strop.reports.scales import counted
+from strop.reports.number_format import counted
 from strop.rollout.chat_template import ChatFormat
 from strop.run_directory import iter_lines
 from strop.stages.context import StageContext, load_chat, product_of
