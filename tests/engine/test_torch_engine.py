@@ -511,10 +511,10 @@ def test_an_update_in_flight_computes_a_prompt_again_once_for_all_that_begin_wit
     async def scenario(engine):
         nonlocal num_computed
         prompt = [index % VOCAB_SIZE for index in range(600)]
-        requests = [make_request(str(seed), prompt, max_tokens=300, seed=seed) for seed in range(4)]
         has_begun = asyncio.Event()
         probe = Probe(num_tokens=5, tell=lambda _: has_begun.set())
-        running = [asyncio.create_task(engine.complete(request, probe=probe)) for request in requests]
+        requests = [make_request(str(seed), prompt, max_tokens=300, seed=seed, probe=probe) for seed in range(4)]
+        running = [asyncio.create_task(engine.complete(request)) for request in requests]
         await has_begun.wait()
         num_computed = 0
         await publish(engine, make_model("llama", seed=1), version=2, keeps_requests=True)

@@ -33,7 +33,7 @@ Precision: TypeAlias = Annotated[
     BeforeValidator(_chosen),
     WithJsonSchema({"enum": ["auto", "float32", "bfloat16"], "type": "string"}),
 ]
-"""A number format. A recipe may say "auto": the one in which the machine that reads it computes large products faster."""
+"""A number format. A recipe may say "auto", for `faster_precision` of the machine that reads it."""
 
 
 class AnyEngine(Config):
@@ -51,7 +51,8 @@ class AnyEngine(Config):
     )
     dtype: Precision = Field(
         default="float32",
-        description="Precision of weights and KV cache. auto: the one in which this machine computes large products faster.",
+        description="Precision of weights and KV cache. auto: bfloat16 where torch finds a CUDA device, else the one in which"
+        " the processor that reads the recipe computes large products faster.",
     )
     stall_timeout_s: float = Field(
         default=600.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,14 @@ def check_stages(
     made_before: list[Path] = []
     found: dict[str, list[str]] = {}
     for name in names:
-        problems = [*_problems_of(recipe, name, machine), *_missing_files(recipe, name, made_before)]
-        for problem in problems:
-            if not (is_plan and isinstance(problem, NotThere)):
+        absent: list[str] = []
+        for problem in chain(_problems_of(recipe, name, machine), _missing_files(recipe, name, made_before)):
+            if not isinstance(problem, NotThere):
                 raise problem
-        found[name] = list(dict.fromkeys(map(str, problems)))
+            if not is_plan:
+                raise NotThere(f"{problem} Nothing was begun.")
+            absent.append(str(problem))
+        found[name] = list(dict.fromkeys(absent))
         made_before += [run.stage(name).path.resolve()] if run is not None else []
     return found
 
@@ -103,7 +107,7 @@ def _problems_of(recipe: Recipe, name: str, machine: Machine) -> Iterator[UserEr
 def _missing_files(recipe: Recipe, name: str, made_before: Collection[Path]) -> Iterator[UserError]:
     for key, path in recipe.stages[name].files().items():
         if not path.exists() and not any(path.resolve().is_relative_to(each) for each in made_before):
-            yield NotThere(f"stages.{name}.{key}: {missing(path)} Nothing was begun.")
+            yield NotThere(f"stages.{name}.{key}: {missing(path)}")
         if key in ("path", "test_path") and path.is_dir():
             yield UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
 

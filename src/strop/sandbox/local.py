@@ -408,7 +408,7 @@ class LocalSandbox(CodeService):
 
     def _require(self, node: CodeNode | None) -> CodeNode:
         if node is None or node is not self.node:
-            raise NodeGone(f"its supervisor is gone: {self._lost_for}")
+            raise NodeGone(f"its supervisor is gone: {self._lost_for or 'none was started'}")
         return node
 
 

@@ -93,8 +93,9 @@ class TrainerConfig(Config):
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer of the policy.")
     precision: Precision = Field(
         default="float32",
-        description="Precision of the computation. Weights, gradient sums and moments are always float32. auto: the one in"
-        " which this machine computes large products faster.",
+        description="Precision of the computation. Weights, gradient sums and moments are always float32. auto:"
+        " bfloat16 where torch finds a CUDA device, else the one in which the processor that reads the recipe computes large"
+        " products faster.",
     )
     lora: LoraConfig | None = Field(default=None, description="Train a LoRA adapter. Unset: train all weights.")
     critic: CriticConfig = Field(default=CriticConfig(), description="The critic, if the method has one.")

@@ -79,6 +79,21 @@ def test_an_overloaded_service_is_asked_again_until_it_has_room() -> None:
     asyncio.run(play())
 
 
+def test_calls_that_wait_until_a_service_has_room_end_when_the_client_is_closed() -> None:
+    async def play() -> None:
+        node = scripted(slots=1, latency_s=60)
+        async with serving(node, dispatch=DispatchConfig(max_held=1, client_share=1.0)) as server:
+            client = SandboxClient(server.url)
+            calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(4)]
+            while server.dispatcher.tally.outcomes[RunOutcome.OVERLOADED] < 3:  # noqa: ASYNC110 - the service says no more
+                await asyncio.sleep(0.01)
+            await client.close()
+            ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+            assert [str(end) for end in ends] == ["the client of the code service was closed"] * 4
+
+    asyncio.run(play())
+
+
 def test_a_call_that_waits_in_the_queue_of_the_service_keeps_its_time() -> None:
     async def play() -> float:
         began = time.monotonic()

@@ -3,16 +3,16 @@
 A driver reports each event by a call, with the time at which it happened, and carries out the actions that are returned, in
 this order. A scheduler never waits and never reads a clock.
 
-| the driver sees                                  | it calls                | the actions that may follow                  |
-| ------------------------------------------------ | ----------------------- | -------------------------------------------- |
-| an engine is ready                               | `engine_joined`         | `Run` of rollouts that wait                  |
-| a rollout is ready to start                      | `offered`               | `Run(reason=START)` if it fits               |
-| `complete` returned                              | `turn_finished`         | `CallTools`, at once or at static's barrier  |
-| the sandbox starts the tool calls                | `tool_started`          | none                                         |
-| the observation is complete                      | `tool_finished`         | `Run(reason=CONTINUE)` on the same engine    |
-| the method wants to fork a rollout               | `branch_requested`      | `Run(reason=BRANCH)`, now or when it fits    |
-| the rollout ended, for any reason                | `ended`                 | `Release`, and `Run` of rollouts that wait   |
-| an engine is lost                                | `engine_died`           | `Run(reason=RESTART)` on another engine      |
+| the driver sees                    | it calls           | the actions that may follow                                  |
+| ---------------------------------- | ------------------ | ------------------------------------------------------------ |
+| an engine is ready                 | `engine_joined`    | `Run` of rollouts that wait                                  |
+| a rollout is ready to start        | `offered`          | `Run(reason=START)` if it fits                               |
+| `complete` returned                | `turn_finished`    | `CallTools`, at once or at static's barrier                  |
+| the sandbox starts the tool calls  | `tool_started`     | none                                                         |
+| the observation is complete        | `tool_finished`    | `Run(reason=CONTINUE)`; or `Release`, and `Run(reason=MOVE)` |
+| the method wants to fork a rollout | `branch_requested` | `Run(reason=BRANCH)`, now or when it fits                    |
+| the rollout ended, for any reason  | `ended`            | `Release`, and `Run` of rollouts that wait                   |
+| an engine is lost                  | `engine_died`      | `Run(reason=RESTART)` on another engine                      |
 
 A `Run` is one call of `InferenceEngine.complete` with at most `max_tokens` new tokens. `Run.run` is reported back with the
 answer. The scheduler counts and ignores an answer to an older run: its engine was lost, or its rollout has ended. A rollout

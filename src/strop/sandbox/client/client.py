@@ -221,6 +221,8 @@ class SandboxClient(CodeService):
     async def _service_for(self, home: Service | None) -> Service:
         """Wait for a stream: to `home`, or to any service once each was tried, so that the first one does not get all calls."""
         while True:
+            if self._closed is not None:
+                raise self._closed
             for service in self._services:
                 if service not in self._streams or self._streams[service].done():
                     self._streams[service] = asyncio.create_task(self._keep_stream(service))

@@ -50,6 +50,7 @@ _LOOK_S = 0.5  # how often a stream without lines is looked at: the time that th
 _SUSPECT_S = 1.5  # of silence, after which a service gets no new calls
 SILENCE_S = 5.0  # without a line of a stream, after which a service is given up; it sends an empty one twice a second
 _PROVEN_S = 2.0  # after which a stream without an answer shows that the service works
+_MAX_UNDER_WAY = 16_384  # calls; further ones wait here
 _BATCH = 64
 BATCH_S = 0.003  # to fill a batch
 _NUM_BUSY = 16  # calls under way from which on further ones wait to leave in a batch
@@ -116,6 +117,7 @@ class Service:
         self._session: aiohttp.ClientSession | None = None
         self._was_up = False  # it has answered a request
         self._calls: dict[int, tuple[Call, asyncio.Future[RunResult]]] = {}  # of the stream
+        self._room = asyncio.Semaphore(_MAX_UNDER_WAY)
         self._outgoing: list[bytes] = []
         self._wake = asyncio.Event()  # sends what is outgoing
         self._batch_timer: asyncio.TimerHandle | None = None
@@ -197,13 +199,16 @@ class Service:
             Overloaded, SessionLost, MachineError: as the service says.
         """
         answer: asyncio.Future[RunResult] = asyncio.get_running_loop().create_future()
-        self._calls[call.key] = call, answer
         self.num_calls += 1
-        self._send(call.line)
         try:
-            return await answer
+            async with self._room:
+                if not self.has_stream:
+                    raise LinkBroken(f"the connection to the code service at {self.url} was lost")
+                self._calls[call.key] = call, answer
+                self._send(call.line)
+                return await answer
         finally:
-            del self._calls[call.key]
+            self._calls.pop(call.key, None)
             self.num_calls -= 1
             if answer.cancelled():  # the caller gave up, and the service does not know it
                 self._to_cancel.append(call.id)
