@@ -47,7 +47,6 @@ class ScriptedNode(CodeNode):
     num_cancelled: int = field(default=0, init=False)
     num_verify_calls: int = field(default=0, init=False)
     cells: dict[str, list[RunRequest]] = field(default_factory=dict, init=False)  # of the sessions that are open
-    limits: dict[str, SessionLimits] = field(default_factory=dict, init=False)  # of sessions
     _num_sessions: int = field(default=0, init=False)
     _in_flight: set[asyncio.Future[None]] = field(default_factory=set, init=False)
     _death: str = field(default="", init=False)
@@ -55,10 +54,6 @@ class ScriptedNode(CodeNode):
 
     async def start(self) -> None:
         """It is ready from the start."""
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self.cells)
 
     @property
     def num_in_flight(self) -> int:
@@ -74,9 +69,9 @@ class ScriptedNode(CodeNode):
 
     async def run(self, request: RunRequest) -> RunResult:
         self._raise_if_dead()
+        self.requests.append(request)
         if request.session:
             self._cells_of(request.session).append(request)
-        self.requests.append(request)
         draw = random.Random(derive_seed(self.seed, request.code, request.stdin, request.seed))
         latency_s, is_fault = draw.uniform(0.0, self.max_latency_s), draw.random() < self.fault_rate
         await self._take(latency_s)
@@ -98,7 +93,6 @@ class ScriptedNode(CodeNode):
         self._num_sessions += 1
         session = f"{self.name}-{self._num_sessions}"
         self.cells[session] = []
-        self.limits[session] = limits
         return session
 
     async def fork_session(self, session: str) -> str:

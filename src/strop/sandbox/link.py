@@ -26,11 +26,10 @@ _HEADER = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """Sent when the node is ready, when a number changes, and as a sign of life."""
+    """Sent when the node is ready, when its number of slots changes, and as a sign of life."""
 
     level: IsolationLevel
     num_slots: int
-    num_sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Generic, Self, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, Generic, Self, TypeVar
 
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
@@ -35,6 +34,7 @@ from strop.sandbox.protocol import (
 _log = logging.getLogger(__name__)
 _ItemT = TypeVar("_ItemT")
 
+_LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
 _CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor is started again; doubles with each start that fails
 NUM_PAIRS = 32  # in one call and one child: more would amortise the fork better, but wait longer for a pair that hangs
@@ -84,6 +84,18 @@ class FairQueue(Generic[_ItemT]):
         return True
 
 
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A session of the supervisor. Its cells and forks take turns."""
+
+    name: str
+    node: CodeNode
+    limits: SessionLimits
+    used_at: float
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lost_for: str = ""
+
+
 class LocalSandbox(CodeService):
     """A `CodeService` on this machine; use as `async with`, or call `start` and `close`. Belongs to one event loop.
 
@@ -111,14 +123,13 @@ class LocalSandbox(CodeService):
         self.node: CodeNode | None = None  # the supervisor; None while there is none
         self.queue: FairQueue[asyncio.Future[CodeNode]] = FairQueue()  # calls that wait for a slot
         self.num_running = 0
-        self.num_retries = self.num_nodes_lost = 0
+        self.num_retries = self.num_nodes_lost = self.num_sessions_lost = 0
         self._level: IsolationLevel | None = None  # None before the start
         self._name = name
         self._no_node_s = no_node_s
         self._spawn_node = spawn
         self._no_node_since = 0.0
-        self._lost_for = ""  # why the last supervisor was lost
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of the sessions with cells or forks
+        self._sessions: dict[str, _Session] = {}
         self._starting = asyncio.Lock()
         self._is_closed = False
         self._keepers: list[asyncio.Task[None]] = []
@@ -139,6 +150,10 @@ class LocalSandbox(CodeService):
         if self._level is None:
             raise MachineError("the sandbox has not been started")
         return self._level
+
+    @property
+    def num_sessions(self) -> int:
+        return sum(not session.lost_for for session in self._sessions.values())
 
     async def start(self) -> None:
         """Start the supervisor, which tests its level of isolation first. Safe to call twice.
@@ -202,13 +217,15 @@ class LocalSandbox(CodeService):
             return await self._open_session(limits, client)
 
     async def fork_session(self, session: str) -> str:
-        async with self._turn(session) as node:
-            return await node.fork_session(session)
+        async with self._turn(session) as origin:
+            name = await origin.node.fork_session(session)
+            return self._add_session(name, origin.node, origin.limits)
 
     async def close_session(self, session: str) -> None:
-        if self.node is not None:
+        if (closed := self._sessions.pop(session, None)) is not None:
+            closed.lost_for = closed.lost_for or "it was closed"  # for the cells that wait
             with suppress(NodeLost):  # the session is gone too
-                await self.node.close_session(session)
+                await closed.node.close_session(session)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -245,14 +262,11 @@ class LocalSandbox(CodeService):
 
     async def _run_cell(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
         arrived_at = asyncio.get_running_loop().time()
-        async with self._turn(request.session) as node:
+        async with self._turn(request.session) as session:
             try:
-                return await self._run_once(request, (client, True), begin, arrived_at, home=node)
-            except (SessionLost, NodeLost):
-                raise
+                return await self._run_once(request, (client, True), begin, arrived_at, session=session)
             except MachineError as error:  # it is unknown what the cell has done, so no other cell may build on it
-                await self.close_session(request.session)
-                raise SessionLost(f"session {request.session!r} is lost: {error}") from error
+                raise error if isinstance(error, SessionLost) else NodeLost(str(error)) from error
 
     async def _run_once(
         self,
@@ -261,13 +275,13 @@ class LocalSandbox(CodeService):
         begin: Callable[[], None],
         arrived_at: float,
         *,
-        home: CodeNode | None = None,
+        session: _Session | None = None,
         is_retry: bool = False,
     ) -> RunResult:
         node = await self._take_slot(client, is_first=is_retry)
         with self._releasing(node):
-            if home is not None:
-                self._require(home)
+            if session is not None:
+                self._require_alive(session)
             begin()
             queue_s = asyncio.get_running_loop().time() - arrived_at
             result = await node.run(request)
@@ -354,6 +368,10 @@ class LocalSandbox(CodeService):
         while True:
             await asyncio.sleep(_CHECK_S)
             self._grant_slots()
+            now = asyncio.get_running_loop().time()
+            for session in list(self._sessions.values()):
+                if not session.turn.locked() and now > session.used_at + session.limits.lease_s + _LEASE_SLACK_S:
+                    del self._sessions[session.name]
 
     # Supervisors
 
@@ -380,10 +398,15 @@ class LocalSandbox(CodeService):
     def _lose(self, node: CodeNode, reason: str) -> None:
         if node is not self.node:
             return
-        self.node, self._no_node_since, self._lost_for = None, asyncio.get_running_loop().time(), reason
+        self.node, self._no_node_since = None, asyncio.get_running_loop().time()
         self.num_nodes_lost += 1
         _log.warning("the supervisor is lost: %s", reason)
-        task = asyncio.create_task(node.close())
+        for session in list(self._sessions.values()):
+            self._end_session(session, f"its supervisor is gone: {reason}")
+        self._spawn(node.close())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -392,24 +415,46 @@ class LocalSandbox(CodeService):
     async def _open_session(self, limits: SessionLimits, client: str) -> str:
         node = await self._take_slot((client, True), is_first=True)
         with self._releasing(node):
-            return await node.open_session(limits)
+            name = await node.open_session(limits)
+            return self._add_session(name, node, limits)
+
+    def _add_session(self, name: str, node: CodeNode, limits: SessionLimits) -> str:
+        session = self._sessions[name] = _Session(name, node, limits, asyncio.get_running_loop().time())
+        if node is not self.node:
+            self._end_session(session, "its supervisor was lost while the session was opened")
+        return name
 
     @asynccontextmanager
-    async def _turn(self, session: str) -> AsyncIterator[CodeNode]:
-        """Wait for the turn of a cell or a fork. The session is lost with its supervisor, and with no other one."""
+    async def _turn(self, name: str) -> AsyncIterator[_Session]:
+        """Wait for the turn of a cell or a fork. `SessionLost` and `NodeLost` in it end the session."""
         if self._is_closed:
             raise MachineError("the sandbox was closed; a call came after that")
-        node = self.node
-        async with self._turns.setdefault(session, asyncio.Lock()):
+        if (session := self._sessions.get(name)) is None:
+            raise SessionLost(f"session {name!r} is lost: there is no such session, or it was closed")
+        async with session.turn:
+            self._require_alive(session)
             try:
-                yield self._require(node)
-            except NodeLost as error:
-                raise SessionLost(f"session {session!r} is lost: {error}") from error
+                yield session
+            except (SessionLost, NodeLost) as error:
+                self._end_session(session, str(error))
+                if isinstance(error, SessionLost):
+                    raise
+                raise SessionLost(f"session {name!r} is lost: {error}") from error
+            finally:
+                session.used_at = asyncio.get_running_loop().time()
 
-    def _require(self, node: CodeNode | None) -> CodeNode:
-        if node is None or node is not self.node:
-            raise NodeGone(f"its supervisor is gone: {self._lost_for or 'none was started'}")
-        return node
+    @staticmethod
+    def _require_alive(session: _Session) -> None:
+        if session.lost_for:
+            raise SessionLost(f"session {session.name!r} is lost: {session.lost_for}")
+
+    def _end_session(self, session: _Session, reason: str) -> None:
+        """End it without a request of its client, also on the supervisor."""
+        if not session.lost_for:
+            self.num_sessions_lost += 1
+            session.lost_for = reason
+            if session.node is self.node:
+                self._spawn(_close_quietly(session.node, session.name))
 
 
 def _grant(turn: asyncio.Future[CodeNode], answer: CodeNode | MachineError) -> bool:
@@ -421,6 +466,11 @@ def _grant(turn: asyncio.Future[CodeNode], answer: CodeNode | MachineError) -> b
     else:
         turn.set_result(answer)
     return True
+
+
+async def _close_quietly(node: CodeNode, session: str) -> None:
+    with suppress(MachineError):  # it may be lost there too
+        await node.close_session(session)
 
 
 @asynccontextmanager

@@ -63,7 +63,7 @@ async def spawn_node(config: SandboxConfig, name: str) -> CodeNode:
 class NodeProcess(CodeNode):
     """The node at the other end of a link. When the link ends or falls silent, every call in flight raises `NodeLost`."""
 
-    level: IsolationLevel  # this and the two numbers are known when `connect` returns
+    level: IsolationLevel  # this and `num_slots` are known when `connect` returns
 
     def __init__(self, name: str, process: asyncio.subprocess.Process | None) -> None:
         self.name = name
@@ -170,7 +170,7 @@ class NodeProcess(CodeNode):
     def _on_event(self, event: object) -> None:
         match event:
             case NodeStatus():
-                self.level, self.num_slots, self.num_sessions = event.level, event.num_slots, event.num_sessions
+                self.level, self.num_slots = event.level, event.num_slots
                 if not self._ready.done():
                     self._ready.set_result(None)
             case LogLine():

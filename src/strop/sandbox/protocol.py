@@ -215,7 +215,6 @@ class CodeNode(CodeService, Protocol):
     # How many calls it accepts at once, which may change; others wait in the queue. Three times `max_running`, so that the
     # next call is ready when one ends, and one more for each that sleeps.
     num_slots: int
-    num_sessions: int  # that are open
 
     async def wait_lost(self) -> str:
         """Return the reason when the node is lost. Calls in flight have raised `NodeLost` by then."""

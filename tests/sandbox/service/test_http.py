@@ -263,12 +263,11 @@ def test_a_session_lives_from_its_opening_to_its_close() -> None:
 
 def test_a_session_that_is_opened_with_an_empty_body_has_the_default_limits() -> None:
     async def play() -> None:
-        node = scripted()
-        async with serving(node) as server, asking(server) as http:
+        async with serving(scripted()) as server, asking(server) as http:
             async with http.post("/v1/sessions") as response:
                 assert response.status == 200
                 session = (await response.json())["session"]
-            assert node.limits[session] == SessionLimits()
+            assert server.dispatcher.box._sessions[session].limits == SessionLimits()
 
     asyncio.run(play())
 

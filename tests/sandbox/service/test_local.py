@@ -15,7 +15,7 @@ from services import Supply
 from scripted_node import ScriptedNode
 from strop.deadline import deadline
 from strop.errors import MachineError, NodeLost, NoNodes, SessionLost, UserError
-from strop.sandbox import LocalSandbox, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
+from strop.sandbox import LocalSandbox, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest, local
 
 Play = Callable[[LocalSandbox], Coroutine[Any, Any, None]]
 
@@ -106,7 +106,7 @@ def test_a_cell_never_runs_again_and_its_session_is_lost_with_the_supervisor() -
         failures = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(failure) for failure in failures] == [SessionLost] * 4
         assert all("power cut" in str(failure) for failure in failures)
-        with pytest.raises(SessionLost):
+        with pytest.raises(SessionLost, match="power cut"):
             await box.run(RunRequest(code="x", session=session))
         assert (len(doomed.requests), other.requests) == (1, [])
         await box.close_session(session)
@@ -140,8 +140,8 @@ def test_a_cell_that_could_not_run_ends_its_session() -> None:
 
     async def play(box: LocalSandbox) -> None:
         session = await box.open_session(SessionLimits())
-        for reason in ("scripted fault", "no session"):
-            with pytest.raises(SessionLost, match=reason):
+        for _ in range(2):
+            with pytest.raises(SessionLost, match="scripted fault"):
                 await box.run(RunRequest(code="x", session=session))
         assert len(one.requests) == 1
         await until(lambda: not one.cells)
@@ -213,6 +213,18 @@ def test_the_programs_of_a_client_do_not_hold_up_its_cells() -> None:
             task.cancel()
 
     play_with(play, node(slots=1, latency_s=0.01))
+
+
+def test_a_session_without_cells_for_longer_than_its_lease_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_LEASE_SLACK_S", 0.1)
+
+    async def play(box: LocalSandbox) -> None:
+        session = await box.open_session(SessionLimits(lease_s=0.01))
+        await until(lambda: box.num_sessions == 0)
+        with pytest.raises(SessionLost, match="no such session"):
+            await box.run(RunRequest(code="x", session=session))
+
+    play_with(play, node())
 
 
 def test_close_answers_every_call() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -161,10 +160,12 @@ class HttpFront:
         status = "stopping" if self._is_stopping else "ok" if box.node is not None else "no nodes"
         health = Health(status=status)
         if not self._why_unauthorized(request):
-            health = Health(status=status, num_held=self._dispatcher.admission.held.num)
-            if (node := box.node) is not None:
-                shown = NodeHealth(name=node.name, level=node.level, num_slots=node.num_slots, num_running=box.num_running)
-                health = replace(health, num_sessions=node.num_sessions, nodes=(shown,))
+            nodes = tuple(
+                NodeHealth(name=node.name, level=node.level, num_slots=node.num_slots, num_running=box.num_running)
+                for node in ([] if box.node is None else [box.node])
+            )
+            num_held = self._dispatcher.admission.held.num
+            health = Health(status=status, num_held=num_held, num_sessions=box.num_sessions, nodes=nodes)
         return _json(Health, health, status=200 if status == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:

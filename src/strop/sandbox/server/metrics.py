@@ -69,6 +69,7 @@ def _lines(dispatcher: Dispatcher) -> Iterator[str]:
         ("rejoined", "Requests that found the running call or the cached answer of their id.", tally.num_rejoined),
         ("without_node", "Runs that were refused because there was no supervisor.", tally.num_without_node),
         ("nodes_lost", "Supervisors that died.", box.num_nodes_lost),
+        ("sessions_lost", "Sessions that ended without a request of their client.", box.num_sessions_lost),
         ("program_cpu_seconds", "CPU time of all programs.", tally.cpu_s),
     ):
         yield from _family("counter", f"{name}_total", text, {"": num})
@@ -80,7 +81,7 @@ def _lines(dispatcher: Dispatcher) -> Iterator[str]:
         ("held_bytes", "Bytes of these jobs.", admission.held.num_bytes),
         ("queued", "Jobs that wait for a slot.", len(box.queue)),
         ("clients", "Clients with jobs.", admission.num_clients),
-        ("sessions", "Sessions that are open.", 0 if box.node is None else box.node.num_sessions),
+        ("sessions", "Sessions that are open.", box.num_sessions),
         ("kept_answers", "Answers that are cached for a client that may ask again.", len(kept)),
         ("kept_bytes", "Bytes of these answers.", kept.num_bytes),
     ):

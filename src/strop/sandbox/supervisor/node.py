@@ -81,10 +81,6 @@ class Node(CodeService):
     ) -> None:
         await self.close()
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
     async def start(self) -> None:
         """Start the first fork servers and test the level of isolation by attacks. Before any call.
 

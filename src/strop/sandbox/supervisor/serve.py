@@ -19,7 +19,7 @@ from strop.sandbox.supervisor.node import Node
 
 _NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that several leave in one write
 _GATHER_S = 0.003
-_SLOTS_S = 0.05  # how often the numbers of slots and sessions are looked at
+_SLOTS_S = 0.05  # how often the number of slots is looked at
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
@@ -30,9 +30,6 @@ class Served(CodeService, Protocol):
 
     level: IsolationLevel
     num_slots: int
-
-    @property
-    def num_sessions(self) -> int: ...
 
     async def start(self) -> None: ...
 
@@ -86,7 +83,7 @@ class _Calls:
         loop = asyncio.get_running_loop()
         reported, reported_at = None, 0.0
         while True:
-            status = NodeStatus(self._node.level, self._node.num_slots, self._node.num_sessions)
+            status = NodeStatus(self._node.level, self._node.num_slots)
             if status != reported or loop.time() - reported_at >= HEARTBEAT_S - _SLOTS_S:
                 self.link.send((0, status, False))
                 reported, reported_at = status, loop.time()
