@@ -97,7 +97,7 @@ class Engine:
         self.reserved = 0
         self.holdings: dict[RolloutKey, Holding] = {}
         self.prompts: dict[Prompt, Segment] = {}
-        self.tokens = 0  # of its rollouts' contexts, as far as they are known
+        self.tokens = 0  # of its rollouts' contexts, as far as they are known; the static policy keeps no count
         self.num_running = 0
         self.usage = EngineUsage(joined_s=joined_s)
         self.started: npt.NDArray[np.int64] = np.zeros(MAX_ATTEMPTS, dtype=np.int64)  # rollouts, by attempt number
