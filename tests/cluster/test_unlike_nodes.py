@@ -1,5 +1,7 @@
 """What one node lacks is named, with the node and the remedy, before anything is spent."""
 
+import sys
+
 import pytest
 
 from networks import Cluster, Machines
@@ -18,10 +20,14 @@ def unlike(tmp_path_factory):
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.8.0\n")
     runs = place / "runs"
     runs.mkdir()
-    hidden = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {runs} && exec "$@"', "sh")
     environment = {"PYTHONPATH": str(metadata.parents[1])}
-    with Machines(2, last=hidden, environment=environment) as machines, LocalCluster(machines.nodes, cpus=1) as ray:
+    with Machines(2, last=without(runs), environment=environment) as machines, LocalCluster(machines.nodes, cpus=1) as ray:
         yield Cluster(machines, ray), runs
+
+
+def without(directory):
+    """What a command begins with that sees nothing in a directory."""
+    return ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {directory} && exec "$@"', "sh")
 
 
 def test_the_doctor_names_each_lack_its_node_and_the_remedy(unlike):
@@ -55,3 +61,18 @@ def test_an_address_where_nothing_listens_is_named(unlike):
     said = cluster.run("train", "recipes/demo.toml", "--cluster", "198.18.0.1:1", "--runs", runs, code=2)
     assert "error: cluster.address: no Ray cluster at '198.18.0.1:1'" in said
     assert "strop cluster up --local 2" in said
+
+
+def test_a_node_without_the_environment_of_its_engine_is_named_before_anything_is_begun(tmp_path):
+    python = tmp_path / "vllm" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    runs = tmp_path / "runs"
+    server = ["engine.kind=vllm", f"engine.python={python}", "engine.replicas=2", "engine.kv_mib=64"]
+    words = ["recipes/demo.toml", "--runs", runs, *(word for key in server for word in ("--set", key))]
+    with Machines(2, last=without(python.parent)) as machines, LocalCluster(machines.nodes, cpus=1) as ray:
+        cluster = Cluster(machines, ray)
+        for command in (["train"], ["train", "--dry-run"], ["doctor"]):
+            said = cluster.run(*command, *words, "--cluster", cluster.address, code=2)
+            assert f"node {NODE}: engine.python: {python} does not exist." in " ".join(said.split())
+    assert not (runs / "demo" / "stages").exists()

@@ -16,10 +16,8 @@ from typing import TypeAlias
 from strop.cluster.connection import Connection, connected, nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node
 from strop.doctor.finding import Diagnosis, Finding
-from strop.engine.config import ServerConfig
-from strop.engine.opening import check_interpreter
-from strop.errors import StropError, UserError
-from strop.pipeline.plan import roles_of
+from strop.errors import StropError
+from strop.pipeline.plan import missing_environments, roles_of
 from strop.recipe.recipe import Recipe
 
 _CLOCK_S = 1.0
@@ -108,16 +106,10 @@ def _check_gpus(cluster: _Cluster) -> Found:
 
 
 def _check_engines(cluster: _Cluster) -> Found:
-    for name, stage in cluster.recipe.stages.items():
-        engine = cluster.recipe.for_stage(name).engine
-        if not stage.opens_engines or not isinstance(engine, ServerConfig) or engine.python is None:
-            continue
-        for node in dict.fromkeys(cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes)).engines):
-            try:
-                cluster.connection.run(node, check_interpreter, engine)
-            except UserError as error:
-                found = Finding.from_message("engine", f"node {node}: {error}")
-                yield found.detail, found.remedy
+    for name in cluster.recipe.stages:
+        for error in missing_environments(cluster.connection, cluster.recipe, name):
+            found = Finding.from_message("engine", str(error))
+            yield found.detail, found.remedy
     yield "each node of an engine has its environment", ""
 
 

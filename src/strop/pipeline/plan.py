@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from strop import user_code
-from strop.cluster.connection import connected
+from strop.cluster.connection import Connection, connected
 from strop.cluster.placement import Node, Roles, place
 from strop.config import import_code
 from strop.engine.config import ServerConfig
+from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, NotThere, UserError
 from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
 from strop.recipe.graph import Product
@@ -121,8 +122,31 @@ def _placements(recipe: Recipe, names: Collection[str], hardware: Hardware | Non
     else:
         with connected(recipe.cluster, None) as connection:
             assert connection is not None
+            check_nodes(connection, recipe, names)
             nodes = connection.nodes()
     return {name: list(place(nodes, roles_of(recipe, name, nodes)).lines()) for name in names}
+
+
+def check_nodes(connection: Connection, recipe: Recipe, names: Iterable[str]) -> None:
+    """Raises `UserError` if the cluster is too small for one of the stages, or a node lacks the environment of its engine."""
+    for name in names:
+        for error in missing_environments(connection, recipe, name):
+            raise error
+
+
+def missing_environments(connection: Connection, recipe: Recipe, name: str) -> Iterator[UserError]:
+    """Yield an error for each node that is to hold an engine of the stage and lacks the server's environment.
+
+    Raises:
+        UserError: the cluster is too small for the stage.
+    """
+    nodes, engine = connection.nodes(), recipe.for_stage(name).engine
+    engines = place(nodes, roles_of(recipe, name, nodes)).engines
+    for node in dict.fromkeys(engines) if isinstance(engine, ServerConfig) else ():
+        try:
+            connection.run(node, check_interpreter, engine)
+        except UserError as error:
+            yield UserError(f"node {node}: {error}")
 
 
 def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:

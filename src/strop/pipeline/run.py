@@ -19,7 +19,7 @@ from strop.cluster.connection import Connection, connected
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
 from strop.errors import TrainerLost
-from strop.pipeline.plan import check_stages, roles_of
+from strop.pipeline.plan import check_nodes, check_stages, roles_of
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import StageResult
@@ -79,7 +79,8 @@ async def train(
     run = RunDirectory(directory)
     wanted = stages_to_run(recipe, until, start, only)
     rerun = stages_to_rerun(recipe, start)
-    check_stages(recipe, [name for name in wanted if name in rerun or not run.stage(name).done.exists()], run=run)
+    unfinished = [name for name in wanted if name in rerun or not run.stage(name).done.exists()]
+    check_stages(recipe, unfinished, run=run)
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if recipe.threads is not None:
@@ -87,6 +88,8 @@ async def train(
     async with AsyncExitStack() as opened:
         opened.enter_context(locked(run))
         connection = opened.enter_context(connected(recipe.cluster, directory))
+        if connection is not None:
+            check_nodes(connection, recipe, unfinished)
         selected = select(run, recipe, command, until=until, start=start, only=only)
         events = opened.enter_context(closing(LineWriter(run.events)))
 
