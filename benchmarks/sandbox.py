@@ -1,7 +1,8 @@
 """Measures the whole code service, client -> HTTP -> queue -> child -> reply, against the limit of a bare isolated fork.
 
 The load generator runs on the same cores as the service. Everything that is compared was measured in this run, interleaved;
-prints tables and writes results/sandbox.json. `make bench-sandbox` runs all parts; `--parts throughput,latency` some of them.
+prints tables and writes results/sandbox.json. `make bench-sandbox` runs all parts but `flood-nodes`, which needs root and
+iproute2 and is one of `make bench-cluster`; `--parts throughput,latency` runs some of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +32,13 @@ import sandbox_verify
 from rich.console import Console
 from rich.table import Table
 
+from strop.cluster.local import LocalNode
 from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
 from strop.sandbox.client.client import SandboxClient
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from networks import Machines
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-sandbox"
@@ -76,19 +82,21 @@ LOADS = (
 
 
 @contextlib.asynccontextmanager
-async def service(*arguments: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
-    """The address, the token and the process of a service that was started as a user would."""
+async def service(*arguments: str, node: LocalNode | None = None) -> AsyncIterator[tuple[str, str, psutil.Process]]:
+    """The address, the token and the process of a service that was started as a user would, on `node` if there is one."""
     token = "benchmark-only-token"
     with tempfile.TemporaryDirectory() as directory:
         token_file = Path(directory) / "token"
         token_file.write_text(token)
         command = [sys.executable, "-m", "strop.cli", "sandbox", "serve", "--port", "0", "--token-file", str(token_file)]
-        process = await asyncio.create_subprocess_exec(*command, *arguments, stdout=subprocess.PIPE)
+        where = () if node is None else node.prefix
+        command += () if node is None else ("--host", node.address)
+        process = await asyncio.create_subprocess_exec(*where, *command, *arguments, stdout=subprocess.PIPE)
         assert process.stdout is not None
         try:
             url = ""
             while not url:
-                line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+                line = (await asyncio.wait_for(process.stdout.readline(), 300)).decode()
                 assert line, "the service ended before it listened"
                 url = next((word for word in line.split() if word.startswith("http://")), "")
             yield url, token, psutil.Process(process.pid)
@@ -174,48 +182,54 @@ async def latency(console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
     return figures, bars
 
 
-async def flood(console: Console, *, num_calls: int = 45_000, num_services: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All calls offered at once by one client, 1% of them endless loops; a second client asks for something now and then."""
+async def flood(
+    console: Console, *, num_calls: int = 45_000, num_services: int = 1, machines: Machines | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All calls offered at once by one client, 1% of them endless loops; a client in another process asks now and then.
+
+    Args:
+        machines: where the services run, one on each; None: this one.
+    """
     wall_s, num_loops = 1.0, num_calls // 100
     num_slots = 2 * NUM_CORES * num_services
     async with contextlib.AsyncExitStack() as opened:
-        services = [await opened.enter_async_context(service()) for _ in range(num_services)]
+        nodes = [None] * num_services if machines is None else machines.nodes
+        services = [await opened.enter_async_context(service(node=node)) for node in nodes]
         urls, [token, *_], processes = zip(*services, strict=True)
         client = await opened.enter_async_context(SandboxClient(urls, token=token, client="flood"))
-        other = await opened.enter_async_context(SandboxClient(urls, token=token, client="other"))
         await client.health()
         honest_rate = await rate(client, LOADS[0], 5.0)
         before_bytes = sum(map(memory, processes))
         answered: Counter[int] = Counter()
+        latencies: list[float] = []
         wrong: list[str] = []
-        peaks, waits = [before_bytes], []
-        is_over = asyncio.Event()
+        peaks, lags = [before_bytes], [0.0]
 
         async def ask(number: int) -> None:
             is_loop = number % 100 == 50
             code = "while True: pass" if is_loop else f"print({number})"
             result = await client.run(RunRequest(code=code, wall_s=wall_s))
             answered[number] += 1
+            if not is_loop:
+                latencies.append(time.monotonic() - started_at)
             expected = (RunOutcome.TIMEOUT, "") if is_loop else (RunOutcome.STDOUT, f"{number}\n")
             if (result.outcome, result.text) != expected:
                 wrong.append(f"{number}: {result}")
 
         async def look() -> None:
-            while not is_over.is_set():
-                started_at = time.monotonic()
-                result = await other.run(RunRequest(code="print('other')"))
-                waits.append(time.monotonic() - started_at)
-                assert result.text == "other\n", result
-                peaks.append(sum(map(memory, processes)))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(is_over.wait(), 0.5)
+            while True:
+                peaks.append(await asyncio.to_thread(lambda: sum(map(memory, processes))))
+                due_at = time.monotonic() + 0.5
+                await asyncio.sleep(0.5)
+                lags.append(time.monotonic() - due_at)
 
+        other = await opened.enter_async_context(other_client(urls, token))
         started_at = time.monotonic()
         looker = asyncio.create_task(look())
         await asyncio.gather(*(ask(number) for number in range(num_calls)))
         taken = time.monotonic() - started_at
-        is_over.set()
-        await looker
+        looker.cancel()
+        waits = await other()
     allowed = 1.5 * (num_loops * wall_s / num_slots + (num_calls - num_loops) / honest_rate)
     exact = len(answered) == num_calls and set(answered.values()) == {1} and not wrong
     figures = {
@@ -228,9 +242,12 @@ async def flood(console: Console, *, num_calls: int = 45_000, num_services: int 
         "wrong": wrong[:10],
         "service_mib_before": before_bytes / 2**20,
         "service_mib_peak": max(peaks) / 2**20,
+        "latency_s": {"first": min(latencies), "median": statistics.median(latencies), "last": max(latencies)},
         "other_client_s": {"median": statistics.median(waits), "max": max(waits), "num_calls": len(waits)},
+        "flooding_process_lag_max_s": max(lags),
+        "load_average": os.getloadavg()[0],
     }
-    name = "flood" if num_services == 1 else f"flood_{num_services}_services"
+    name = "flood" if num_services == 1 else f"flood_{num_services}_{'services' if machines is None else 'nodes'}"
     most_mib = 1024 * num_services
     bars = {
         f"{name}_answered_once_and_right": {"value": exact, "bar": "== True", "holds": exact},
@@ -240,10 +257,56 @@ async def flood(console: Console, *, num_calls: int = 45_000, num_services: int 
     }
     title = f"{num_calls} calls at once to {num_services} services, 1% endless loops of {wall_s:.0f} s"
     table = Table("figure", "value", title=title)
-    for name, value in figures.items():
-        table.add_row(name, str(value))
+    for key, value in figures.items():
+        table.add_row(key, str(value))
     console.print(table)
     return figures, bars
+
+
+async def flood_nodes(console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flood over two services on two machines in network namespaces of their own."""
+    with Machines(2) as machines:
+        machines.join("198.18.0.254")
+        return await flood(console, num_services=2, machines=machines)
+
+
+@contextlib.asynccontextmanager
+async def other_client(urls: Sequence[str], token: str) -> AsyncIterator[Callable[[], Awaitable[list[float]]]]:
+    """A client in another process that asks now and then. What this yields ends it, and returns the seconds of its calls."""
+    context = multiprocessing.get_context("spawn")
+    is_ready, is_over, answers = context.Event(), context.Event(), context.Queue()
+    process = context.Process(target=be_other_client, args=(urls, token, is_ready, is_over, answers), daemon=True)
+    process.start()
+    await asyncio.to_thread(is_ready.wait)
+
+    async def end() -> list[float]:
+        is_over.set()
+        waits: list[float] = await asyncio.to_thread(answers.get)
+        return waits
+
+    try:
+        yield end
+    finally:
+        process.terminate()
+
+
+def be_other_client(urls: Sequence[str], token: str, is_ready: Any, is_over: Any, answers: Any) -> None:
+    """Ask one after another, half a second apart, and answer with the seconds of each call."""
+
+    async def ask() -> None:
+        waits: list[float] = []
+        async with SandboxClient(urls, token=token, client="other") as other:
+            await other.run(RunRequest(code="print('other')"))
+            is_ready.set()
+            while not is_over.is_set():
+                started_at = time.monotonic()
+                result = await other.run(RunRequest(code="print('other')"))
+                waits.append(time.monotonic() - started_at)
+                assert result.text == "other\n", result
+                await asyncio.sleep(0.5)
+        answers.put(waits)
+
+    asyncio.run(ask())
 
 
 def memory(process: psutil.Process) -> int:
@@ -266,6 +329,7 @@ PARTS = {
     "latency": latency,
     "flood": flood,
     "flood-2": partial(flood, num_services=2),
+    "flood-nodes": flood_nodes,
     "verify": verify,
     "scale": sandbox_scale.measure,
 }
@@ -273,11 +337,12 @@ PARTS = {
 
 async def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    of_this_machine = [name for name in PARTS if name != "flood-nodes"]
+    parser.add_argument("--parts", default=",".join(of_this_machine), help=f"some of {', '.join(PARTS)}")
     chosen = parser.parse_args().parts.split(",")
     console = Console(record=True, width=132)
     path = RESULTS / "sandbox.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() and set(chosen) != set(PARTS) else {}
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results = {"command": COMMAND, "bars": results.get("bars", {}), "figures": results.get("figures", {})}
     for name in chosen:
         results["figures"][name], bars = await PARTS[name](console)

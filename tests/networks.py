@@ -66,6 +66,10 @@ class Machines:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._remove()
 
+    def join(self, address: str) -> None:
+        """Give this machine an address among the others."""
+        _ip("address", "add", f"{address}/24", "dev", self._switch)
+
     def cut(self, number: int) -> None:
         """Whatever is sent to or from this machine from now on is lost without a message."""
         _ip("link", "set", self._ends[number], "down")
