@@ -31,10 +31,9 @@ from strop.engine.publication import Publication
 from strop.engine.published_files import write_files
 from strop.training import TrainerConfig
 from strop.training.assembly import LearnerOptions, open_learner
-from strop.training.batch import World
 from strop.training.logprobs import LogprobModule
 from strop.training.models import load_model
-from strop.training.sharded import ShardedWeights, model_without_weights
+from strop.training.sharded import ShardedWeights, model_without_weights, world_of
 from strop.training.trainer import Trainer
 from strop.training.workers import LearnerGroup
 
@@ -90,15 +89,16 @@ def be_rank(rank: int, model: Path, is_whole: bool, rendezvous: str, answers: An
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS)
+    world = world_of(options_of(model).config, rank)
     model_without_weights(model)  # so that what is imported is no part of the difference
     with PeakMemory() as memory:
         shell = load_model(model) if is_whole else model_without_weights(model)
         policy = LogprobModule(shell, max_logits=2**25, is_packed=True)
         directory = None if is_whole else model
-        weights = ShardedWeights(policy, shell, DTYPE, torch.device("cpu"), NUM_RANKS, directory=directory)
+        weights = ShardedWeights(policy, shell, DTYPE, torch.device("cpu"), world, directory=directory)
     found: dict[str, Any] = {"peak_mib": memory.peak_mib}
     if not is_whole:
-        learner = open_learner(options_of(model), World(rank, NUM_RANKS))
+        learner = open_learner(options_of(model), world)
         own = list(learner.owned(DTYPE))
         whole_model = [(name, learner.tensor(name).to(DTYPE)) for name in learner.names()]
         found["hashed_mib"] = sum(tensor.nbytes for _, tensor in own) / MIB

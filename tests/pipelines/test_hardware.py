@@ -87,6 +87,20 @@ def test_too_many_ranks_for_the_devices_are_refused_by_their_number(tmp_path):
     assert cost.problem.startswith("does not fit: 8 of 4 devices")
 
 
+def test_copies_and_divided_rows_are_counted_per_rank(tmp_path):
+    keys = {"workers": 8, "fsdp_size": 4, "sequence_parallel": 2}
+    cost = cost_on(device(tmp_path, num=8), "sft", Estimate(trained=trained(**keys)), BFLOAT16, MODEL)
+    state, batch = 16e9 / 4 / GIB + 1, 16_384 * 1000 * 340 * 2 / 2 / GIB
+    assert f"8 ranks, {state + batch:.1f} GiB each: {state:.1f} of weights, gradients and moments" in cost.lines[0]
+    assert cost.lines[0].endswith(f"{batch:.1f} of a micro-batch of 16,384 tokens, divided among 2")
+    here = cost_here(Estimate(trained=trained(**keys)), BFLOAT16, MODEL, 1e12)
+    assert here.memory_mib == pytest.approx(600 + 8 * (state - 1 + batch) * 1024, rel=1e-9)
+    for memory_gb, does_fit_with_copies in ((10, True), (4.9, False)):
+        small = cost_on(device(tmp_path, num=8, memory_gb=memory_gb), "sft", Estimate(trained=trained(**keys)), BFLOAT16, MODEL)
+        assert "It fits with --set stages.sft.trainer." in small.problem
+        assert ("--set stages.sft.trainer.fsdp_size=0" in small.problem) != does_fit_with_copies
+
+
 def test_an_adapter_has_no_copy_of_its_reference_and_a_small_checkpoint(tmp_path):
     keys = CheckpointedKeys(init="base", trainer=TrainerConfig(lora=LoraConfig(rank=8)))
     estimate = Estimate(trained=keys.as_trained(rows=8, longest=1000, num_references=1))

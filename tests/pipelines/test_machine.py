@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripted_runs import RECIPE, recipe_of, run_recipe
-from strop.errors import UserError
+from strop.errors import ConfigError, UserError
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory
@@ -108,6 +108,13 @@ def test_a_device_beyond_the_last_is_refused(two_devices, keys, message):
     with pytest.raises(UserError) as told:
         check_machine(scripted(**keys))
     assert str(told.value).startswith(message)
+
+
+def test_heads_that_ranks_cannot_divide_are_refused_before_anything_is_run():
+    check_machine(scripted(trainer={"workers": 4, "sequence_parallel": 2}))
+    message = r"stages\.sft\.trainer\.sequence_parallel is 3, which does not divide the 2 heads of keys and values"
+    with pytest.raises(ConfigError, match=message):
+        check_machine(scripted(trainer={"workers": 3, "sequence_parallel": 3}))
 
 
 def test_the_device_of_a_reward_model_is_looked_for_before_anything_is_rolled_out(no_devices, models):

@@ -134,13 +134,16 @@ def test_a_stage_that_has_begun_may_not_be_left_out(run):
 
 def test_a_begun_stage_goes_on_with_another_number_of_processes_and_a_warning(run):
     tree = make_recipe().model_dump(mode="json")
-    tree["stages"]["rl"]["trainer"]["workers"] = 2
+    tree["stages"]["rl"]["trainer"] |= {"workers": 2, "fsdp_size": 1, "sequence_parallel": 2}
     divided = Recipe.model_validate_json(json.dumps(tree))
     assert run_recipe(run.path, divided).progress.warnings == []  # the stage is finished
     run.stage("rl").done.unlink()
     selected = select(run, divided, "", until=None, start=())
-    key = "stages.rl.trainer.workers"
-    assert selected.new_layouts == (f"{key} is 2, and was 0 when the stage began: the result is equal up to rounding.",)
+    before = {"fsdp_size": (1, 0), "sequence_parallel": (2, 1), "workers": (2, 0)}
+    assert set(selected.new_layouts) == {
+        f"stages.rl.trainer.{key} is {now}, and was {then} when the stage began: the result is equal up to rounding."
+        for key, (now, then) in before.items()
+    }
 
 
 def with_root(**keys):

@@ -113,6 +113,7 @@ class Layout:
     slots: int
     tokens: int  # of a micro-batch
     is_recomputed: bool  # activation_checkpointing
+    fsdp_size: int = 0  # ranks that divide one copy of the weights; 0: all
     devices: tuple[int, ...] = ()  # of the engines, if they are on one machine
     is_apart: bool = False  # the engines' devices are not the trainer's
 
@@ -120,6 +121,7 @@ class Layout:
         """The words of the command line that change `written` into this layout of the stage `name`."""
         trainer = {
             "workers": (self.ranks, written.ranks),
+            "fsdp_size": (self.fsdp_size, written.fsdp_size),
             "max_tokens_per_microbatch": (self.tokens, written.tokens),
         }
         engine = {
@@ -151,7 +153,7 @@ def cost_here(estimate: Estimate, engine: AnyEngine, model: Model, rate: float) 
     memory, flops = 4.0 * model.num_parameters, 0.0
     if (trained := estimate.trained) is not None:
         layout = _written(estimate, engine)
-        memory = layout.ranks * (_state_bytes(trained, model, layout.ranks) + _activation_bytes(trained, model, layout))
+        memory = layout.ranks * (_state_bytes(trained, model, layout) + _activation_bytes(trained, model, layout))
         flops += trained.flops_per_parameter * model.num_active * trained.tokens / _TRAIN_SHARE
     if (sampled := estimate.sampled) is not None:
         memory += engine.num_engines * (_weight_bytes(engine, model) + _kv_bytes(engine, model, engine.slots))
@@ -195,6 +197,7 @@ def _written(estimate: Estimate, engine: AnyEngine) -> Layout:
         slots=engine.slots,
         tokens=0 if trained is None else trained.trainer.max_tokens_per_microbatch,
         is_recomputed=trained is not None and trained.trainer.activation_checkpointing,
+        fsdp_size=0 if trained is None else trained.trainer.fsdp_size,
         devices=engine.devices,
         is_apart=trained is not None and bool(engine.devices) and min(engine.devices) >= max(1, trained.trainer.workers),
     )
@@ -206,11 +209,13 @@ def _layouts(estimate: Estimate, engine: AnyEngine, num: int, written: Layout) -
     widths = [2**power for power in range(num.bit_length())] if isinstance(engine, ServerConfig) else [1]
     num_slots = _halves(written.slots, 1) if sampled is not None else [written.slots]
     num_tokens = _halves(written.tokens, max(_SHORTEST, trained.longest if trained is not None else 0))
-    options = product({written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
-    for is_recomputed, width, slots, tokens in sorted(
-        options, key=lambda each: (each[0], each[1] > _DEVICES_OF_A_MACHINE, -each[2], -each[3])
+    options = product({written.fsdp_size, 0}, {written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
+    for fsdp_size, is_recomputed, width, slots, tokens in sorted(
+        options, key=lambda each: (-each[0], each[1], each[2] > _DEVICES_OF_A_MACHINE, -each[3], -each[4])
     ):
         ranks = 0 if trained is None else 1 if trained.in_one_process else num // 2 if estimate.overlaps else num
+        if trained is not None and (ranks % max(1, fsdp_size) or ranks % trained.trainer.sequence_parallel):
+            continue
         engines = 0 if sampled is None else (num - ranks if estimate.overlaps else num) // width
         if bool(ranks) >= (trained is not None) and bool(engines) >= (sampled is not None):
             first = ranks if estimate.overlaps else 0
@@ -222,6 +227,7 @@ def _layouts(estimate: Estimate, engine: AnyEngine, num: int, written: Layout) -
                 slots=slots,
                 tokens=tokens,
                 is_recomputed=is_recomputed,
+                fsdp_size=fsdp_size,
                 devices=tuple(range(first, last)) if 1 < last <= _DEVICES_OF_A_MACHINE else (),
                 is_apart=estimate.overlaps,
             )
@@ -261,7 +267,7 @@ class _Costs:
         """GiB of a trainer's rank: its share of the weights and what belongs to them, and a micro-batch."""
         if (trained := self.estimate.trained) is None:
             return 0.0, 0.0
-        state = _state_bytes(trained, self.model, layout.ranks) / _GIB
+        state = _state_bytes(trained, self.model, layout) / _GIB
         return state + _CONTEXT_GIB, _activation_bytes(trained, self.model, layout) / _GIB
 
     def _engine(self, layout: Layout) -> tuple[float, float]:
@@ -317,6 +323,7 @@ class _Costs:
             yield (
                 f"trainer: {counted(layout.ranks, 'rank')}, {state + activations:,.1f} GiB each: {state:,.1f} of weights,"
                 f" gradients and moments, {activations:,.1f} of a micro-batch of {tokens:,} tokens"
+                + (f", divided among {width}" if (width := trained.trainer.sequence_parallel) > 1 else "")
             )
             kept = 12 * trained.saved * self.model.num_parameters / _GIB
             disk += [f"{counted(trained.checkpoints, 'checkpoint')} of {kept:,.0f} GiB" if kept else "checkpoints of adapters"]
@@ -362,17 +369,17 @@ def _kv_bytes(engine: AnyEngine, model: Model, slots: int) -> float:
     return slots * engine.max_length * model.kv_values * _width(engine)
 
 
-def _state_bytes(trained: Trained, model: Model, ranks: int) -> float:
+def _state_bytes(trained: Trained, model: Model, layout: Layout) -> float:
     """Of one rank. A single one casts all weights at once, several gather and cast them layer by layer."""
-    cast = 2 if trained.trainer.precision == "bfloat16" and ranks <= 1 else 0
-    return (4 * trained.copies / max(1, ranks) + cast) * model.num_parameters
+    cast = 2 if trained.trainer.precision == "bfloat16" and layout.ranks <= 1 else 0
+    return (4 * trained.copies / max(1, layout.fsdp_size or layout.ranks) + cast) * model.num_parameters
 
 
 def _activation_bytes(trained: Trained, model: Model, layout: Layout) -> float:
-    """Of a micro-batch: all activations, or the inputs of the layers and the activations of one."""
+    """Of a rank's tokens of a micro-batch: all activations, or the inputs of the layers and the activations of one."""
     width = 2 if trained.trainer.precision == "bfloat16" else 4
     values = 2 * model.num_layers + _ACTIVATIONS if layout.is_recomputed else _ACTIVATIONS * model.num_layers
-    return _tokens_at_once(trained, layout) * model.hidden_size * values * width
+    return _tokens_at_once(trained, layout) / trained.trainer.sequence_parallel * model.hidden_size * values * width
 
 
 def _tokens_at_once(trained: Trained, layout: Layout) -> int:

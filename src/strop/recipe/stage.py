@@ -93,6 +93,7 @@ class Model:
     num_layers: int = 0
     hidden_size: int = 0
     kv_values: int = 0  # of one token, in all layers
+    num_kv_heads: int = 0  # of keys and values, in a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,8 @@ def state_of(run: RunDirectory, recipe: Recipe) -> list[str]:
 
 def blocking_changes(there: Any, here: Any) -> list[Difference]:
     """Return the changes of a stage's keys that make it stale. With another number of processes a stage may go on."""
-    return [each for each in differences(there, here) if not each[0].endswith(".trainer.workers")]
+    free = (".trainer.workers", ".trainer.fsdp_size", ".trainer.sequence_parallel")
+    return [each for each in differences(there, here) if not each[0].endswith(free)]
 
 
 def parents_of(recipe: Recipe, name: str) -> tuple[str, ...]:

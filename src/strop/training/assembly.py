@@ -66,7 +66,7 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
     model = model.eval().requires_grad_(True)
     if world.size == 1:
         model = model.to(device)
-    policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
+    policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing, group=world.sequence)
     if not is_read_in_parts:
         check_logprobs(policy, is_packed=config.packing)
     adapter = None if config.lora is None else Adapter(model, config.lora)
@@ -90,13 +90,15 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
     elif reference is not None:
         frozen = (_model_without_weights if world.size > 1 else load_model)(reference).eval().requires_grad_(False)
         _compute_as_the_policy(frozen, config)
-        scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
+        scorer = LogprobModule(
+            round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing, group=world.sequence
+        )
         if world.size == 1:
             scorer.to(device)
         else:
             from strop.training.sharded import divide, read_parts
 
-            divide(scorer, device, world.size)
+            divide(scorer, world)
             read_parts(scorer, frozen, reference, device)
         measured = FrozenReference(scorer, weights, reference)
     return Learner(
@@ -132,7 +134,7 @@ def _weights_of(
         return MasterWeights(model, dtype, rounds_layers=rounds_layers)
     from strop.training.sharded import ShardedWeights  # FSDP takes a second to import
 
-    return ShardedWeights(root, model, dtype, device, num_ranks=world.size, directory=directory)
+    return ShardedWeights(root, model, dtype, device, world, directory=directory)
 
 
 def _compute_as_the_policy(model: transformers.PreTrainedModel, config: TrainerConfig) -> None:
@@ -155,7 +157,8 @@ def _open_critic(directory: Path, options: LearnerOptions, world: World, policy:
     _compute_as_the_policy(decoder, config)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    values = ValueModule(decoder, is_packed=config.packing, head=head_of(model) if is_reward_model else None)
+    head = head_of(model) if is_reward_model else None
+    values = ValueModule(decoder, is_packed=config.packing, group=world.sequence, head=head)
     if world.size == 1:
         values = values.to(config.torch_device)
     weights = _weights_of(values, values, config, world)

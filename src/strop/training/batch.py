@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,11 @@ from strop.algorithms.losses import Aggregation, token_weights
 from strop.algorithms.method import Column, Method, Selection
 from strop.training.config import TrainerConfig
 from strop.types import ScoredTrajectory, Trajectory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from strop.training.sequence_parallel import SequenceGroup
 
 MIN_SHARED = 16  # tokens; below, computing them again costs less than attending to them apart
 # On CUDA a row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones
@@ -35,6 +40,23 @@ class World:
 
     rank: int = 0
     size: int = 1
+    mesh: DeviceMesh | None = None  # over which weights are divided: (shard,) or (replicate, shard)
+    sequence: SequenceGroup | None = None  # the ranks that compute each micro-batch together
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a batch is divided."""
+        return self.size if self.sequence is None else self.size // self.sequence.size
+
+    @property
+    def share(self) -> int:
+        """The share of this rank, which it has in common with its `sequence`."""
+        return self.rank * self.num_shares // self.size
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the first of its `sequence`, which reports what all of them computed."""
+        return self.sequence is None or self.sequence.rank == 0
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over all ranks, on every rank."""
@@ -308,14 +330,15 @@ def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) ->
     smaller, so that each rank has about as much work. A blank one has no weight: its rank only joins collective operations.
     """
     parts = microbatches(batch, max_tokens, is_packed=is_packed)
-    if world.size == 1 or not parts:
+    num = world.num_shares
+    if num == 1 or not parts:
         return parts
-    num_rounds = -(-len(parts) // world.size)
+    num_rounds = -(-len(parts) // num)
     num_tokens = sum(part.num_tokens + len(part.rows) for part in parts)
-    smaller = microbatches(batch, min(max_tokens, -(-num_tokens // (num_rounds * world.size))), is_packed=is_packed)
-    if len(smaller) <= num_rounds * world.size:
+    smaller = microbatches(batch, min(max_tokens, -(-num_tokens // (num_rounds * num))), is_packed=is_packed)
+    if len(smaller) <= num_rounds * num:
         parts = smaller
-    mine = parts[world.rank :: world.size]
+    mine = parts[world.share :: num]
     return mine + [_blank(parts[0])] * (num_rounds - len(mine))
 
 
@@ -375,7 +398,7 @@ def score_rows(batch: TokenBatch, config: TrainerConfig, world: World, score: Ca
     scores = torch.zeros(batch.ids.shape)
     for part in shares(batch, config.max_tokens_per_microbatch, config.packing, world):
         of_part = score(part.batch.to(config.torch_device))
-        if part.batch.num_loss_tokens:
+        if part.batch.num_loss_tokens and world.counts:
             scores[part.rows, : of_part.shape[1]] = of_part.cpu()
     return world.sum(scores)
 
@@ -432,6 +455,7 @@ class RowLayout:
     sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
     shared: tuple[tuple[Piece, ...], ...]  # of each row, what comes before its own tokens
     reads: tuple[Read, ...]  # what attends to what: of every row to itself first, then to what rows share
+    group: SequenceGroup | None = None  # the ranks that divide the tokens
     masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
 
     @cached_property
@@ -461,10 +485,11 @@ def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
     return [0, *(counts * is_worth_it).tolist()]
 
 
-def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
+def lay_out(ids: Tensor, lengths: Tensor, group: SequenceGroup | None = None) -> RowLayout:
     """Args as of `shared_lengths`. The last row is padded, with tokens that are never read, to a multiple of `UNIT` in all.
 
-    For each other number of tokens the products of every layer would compile kernels, and keep them.
+    For each other number of tokens the products of every layer would compile kernels, and keep them. Each rank of `group` has
+    as many tokens.
     """
     places = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
     sizes: list[int] = []
@@ -482,7 +507,7 @@ def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
         start += sizes[-1]
     columns = torch.arange(ids.shape[1], device=ids.device)
     is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
-    num_more = -start % UNIT if start >= UNIT**2 else 0
+    num_more = -start % ((UNIT if start >= UNIT**2 else 1) * (1 if group is None else group.size))
     sizes[-1] += num_more
     more = torch.arange(num_more, device=ids.device)
     return RowLayout(
@@ -492,6 +517,7 @@ def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
         sizes=tuple(sizes),
         shared=tuple(shared),
         reads=_reads(sizes, shared),
+        group=group,
     )
 
 

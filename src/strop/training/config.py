@@ -102,6 +102,18 @@ class TrainerConfig(Config):
     workers: int = Field(
         default=0, ge=0, le=1024, description="Processes that share the model, started by Ray. 0: train in this process."
     )
+    fsdp_size: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Workers that divide one copy of the weights. Each group of so many has a copy (HSDP). 0: all divide one.",
+    )
+    sequence_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Workers that divide the tokens of each micro-batch (Ulysses, arXiv 2309.14509): longer rows fit.",
+    )
     worker_timeout_s: float = Field(
         default=1800.0, gt=0, le=86_400.0 * 365, description="Longest time of one call of the workers."
     )
@@ -153,6 +165,15 @@ class TrainerConfig(Config):
     def _can_page(self) -> Self:
         if self._pages_moments and (self.device not in ("auto", "cpu") or self.workers):
             raise ValueError("optimizer.moments = 'disk' is for device = 'cpu' without workers. Set moments = 'memory'.")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_its_workers(self) -> Self:
+        for key, size in (("fsdp_size", self.fsdp_size), ("sequence_parallel", self.sequence_parallel)):
+            if size and max(1, self.workers) % size:
+                raise ValueError(f"{key} is {size}, which does not divide workers = {self.workers}. Choose a divisor.")
+        if self.sequence_parallel > 1 and not self.packing:
+            raise ValueError("sequence_parallel divides rows that lie end to end. Set packing = true.")
         return self
 
     @model_validator(mode="after")

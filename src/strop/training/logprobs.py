@@ -17,6 +17,8 @@ from strop.training.weights import embed, gradient_sum
 if TYPE_CHECKING:
     import transformers
 
+    from strop.training.sequence_parallel import SequenceGroup
+
 _LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
 _LOGITS_ON_DEVICE = 2**26  # float32, 256 MiB, and as much for the products
 _GRADIENT_ROWS_AT_ONCE = 2_048  # of the head's, while it is added up
@@ -26,10 +28,12 @@ _BANNED = -1e30  # a logit without probability; finite, so that probability * lo
 class LogprobModule(nn.Module):
     """`token_logprobs` of a model as a module, because ranks that divide its weights hook into module calls."""
 
-    def __init__(self, model: transformers.PreTrainedModel, *, max_logits: int, is_packed: bool) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, *, max_logits: int, is_packed: bool, group: SequenceGroup | None = None
+    ) -> None:
         super().__init__()
         self.model = model
-        self._max_logits, self._is_packed = max_logits, is_packed
+        self._max_logits, self._is_packed, self._group = max_logits, is_packed, group
 
     def forward(
         self, ids: Tensor, where: Tensor, temperature: float, is_banned: Tensor, banned_ids: Sequence[int]
@@ -41,6 +45,7 @@ class LogprobModule(nn.Module):
             temperature=temperature,
             max_logits=self._max_logits,
             is_packed=self._is_packed,
+            group=self._group,
             is_banned=is_banned,
             banned_ids=banned_ids,
         )
@@ -60,6 +65,7 @@ def token_logprobs(
     temperature: float,
     max_logits: int = 2**25,
     is_packed: bool = False,
+    group: SequenceGroup | None = None,
     is_banned: Tensor | None = None,
     banned_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
@@ -79,12 +85,14 @@ def token_logprobs(
         max_logits: held at once, in the precision of the products.
         is_packed: lay the rows end to end, which wants a model with `use_row_attention`: no padding is computed, and what a
             row shares with the row before it is computed once.
+        group: the ranks that divide the tokens of packed rows, and make the same call. Each gets the result of all, and the
+            gradient of its own tokens.
         is_banned: bool (n, T), True where the distribution is that without `banned_ids`; None: nowhere.
 
     Returns:
         Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
     """
-    hidden, places, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed)
+    hidden, places, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed, group=group)
     targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
     head = model.get_output_embeddings()
     banned = None
@@ -109,14 +117,14 @@ def token_logprobs(
         banned_ids=banned_ids,
     )
     logprobs, entropies = (each.index_select(0, back) if is_shared else each for each in figures)
-    return spread(logprobs, predicted, where), spread(entropies, predicted, where)
+    return spread(logprobs, predicted, where, group), spread(entropies, predicted, where, group)
 
 
 def hidden_before(
-    decoder: transformers.PreTrainedModel, ids: Tensor, where: Tensor, *, is_packed: bool
+    decoder: transformers.PreTrainedModel, ids: Tensor, where: Tensor, *, is_packed: bool, group: SequenceGroup | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states (S, H); for each of the m tokens t of `where` the place among them of ids[:, :t], (m,); and the places of
-    these tokens for `spread`, (m,).
+    these tokens for `spread`, (m,). All of them only of the tokens that this rank of `group` has.
 
     Args as of `token_logprobs`.
     """
@@ -124,11 +132,17 @@ def hidden_before(
     # The last column predicts nothing here, so it need not be computed.
     if is_packed:
         lengths = (where[:, 1:] * torch.arange(1, where.shape[1], device=where.device)).amax(1).clamp(min=1)
-        layout = lay_out(ids[:, :-1], lengths)
-        embedded = embed(decoder.get_input_embeddings(), layout.ids)
-        outputs = decoder(inputs_embeds=embedded, position_ids=layout.positions, use_cache=False, layout=layout)
+        layout = lay_out(ids[:, :-1], lengths, group)
+        num_tokens = layout.ids.shape[1] // (1 if group is None else group.size)
+        first = 0 if group is None else group.rank * num_tokens
+        own = slice(first, first + num_tokens)
+        embedded = embed(decoder.get_input_embeddings(), layout.ids[:, own])
+        outputs = decoder(inputs_embeds=embedded, position_ids=layout.positions[:, own], use_cache=False, layout=layout)
         hidden = outputs.last_hidden_state
-        places = layout.places.reshape(-1).index_select(0, predicted)
+        places = layout.places.reshape(-1).index_select(0, predicted) - first
+        if group is not None:
+            is_here = (places >= 0) & (places < num_tokens)
+            places, predicted = places[is_here], predicted[is_here]
     else:
         embedded = embed(decoder.get_input_embeddings(), ids[:, :-1])
         hidden = decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
@@ -136,10 +150,12 @@ def hidden_before(
     return hidden.reshape(-1, hidden.shape[-1]), places, predicted
 
 
-def spread(values: Tensor, predicted: Tensor, where: Tensor) -> Tensor:
+def spread(values: Tensor, predicted: Tensor, where: Tensor, group: SequenceGroup | None = None) -> Tensor:
     """Values of predicted positions, (m,), at their tokens in a float32 tensor of the shape of `where`; 0 elsewhere."""
     num_rows, num_columns = where.shape
     flat = values.new_zeros(num_rows * (num_columns - 1)).index_copy(0, predicted, values)
+    if group is not None:
+        flat = group.sum(flat)
     return torch.cat([flat.new_zeros(num_rows, 1), flat.view(num_rows, num_columns - 1)], dim=1)
 
 

@@ -295,8 +295,9 @@ def add_up_gradient(
         part_loss.backward()  # type: ignore[no-untyped-call]
         if config.gives_back_memory:
             give_back_freed_memory()
-        total_loss += part_loss.detach()
-        figures.add(rows.loss_mask, statistics)
+        if world.counts:
+            total_loss += part_loss.detach()
+            figures.add(rows.loss_mask, statistics)
     return total_loss, figures
 
 

@@ -23,6 +23,8 @@ from strop.training.weights import Weights, overwrite
 if TYPE_CHECKING:
     import transformers
 
+    from strop.training.sequence_parallel import SequenceGroup
+
 
 class Reference(nn.Module, ABC):
     """Called like a `LogprobModule`; never with gradient."""
@@ -150,10 +152,18 @@ class ValueModule(nn.Module):
     Args:
         decoder: of a causal language model or a reward model, without its head.
         is_packed: lay the rows end to end, which wants a decoder with `use_row_attention`.
+        group: the ranks that divide their tokens.
         head: (1, H), what to start from instead of zero: a reward model's.
     """
 
-    def __init__(self, decoder: transformers.PreTrainedModel, *, is_packed: bool, head: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        decoder: transformers.PreTrainedModel,
+        *,
+        is_packed: bool,
+        group: SequenceGroup | None = None,
+        head: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.decoder = decoder
         self.head = nn.Linear(decoder.config.hidden_size, 1)
@@ -161,7 +171,7 @@ class ValueModule(nn.Module):
         nn.init.zeros_(self.head.bias)
         if head is not None:
             self.head.weight.data.copy_(head.detach())
-        self._is_packed = is_packed
+        self._is_packed, self._group = is_packed, group
 
     def forward(self, ids: Tensor, where: Tensor) -> Tensor:
         """What is expected before each token of `where`, from ids[:, :t]; args as of `token_logprobs`.
@@ -169,9 +179,9 @@ class ValueModule(nn.Module):
         Returns:
             float32 (n, T), in units of reward, 0 where `where` is False; with gradient.
         """
-        hidden, places, predicted = hidden_before(self.decoder, ids, where, is_packed=self._is_packed)
+        hidden, places, predicted = hidden_before(self.decoder, ids, where, is_packed=self._is_packed, group=self._group)
         values = F.linear(hidden.index_select(0, places).float(), self.head.weight.float(), self.head.bias.float()).squeeze(-1)
-        return spread(values, predicted, where)
+        return spread(values, predicted, where, self._group)
 
 
 class Critic:

@@ -1,4 +1,7 @@
-"""Weights divided over the ranks of a process group (FSDP2): each holds a part of every tensor, and its moments."""
+"""Weights divided over the ranks of a process group (FSDP2): each holds a part of every tensor, and its moments.
+
+Where several groups of ranks hold a copy each (HSDP), gradients are added up within a group and then over the groups.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,26 @@ from torch.distributed.tensor import DTensor
 
 from strop.engine.model_directory import config_of, shapes_of, weight_files
 from strop.errors import ModelError
+from strop.training.batch import World
+from strop.training.config import TrainerConfig
 from strop.training.logprobs import LogprobModule
 from strop.training.models import require_config
+from strop.training.sequence_parallel import SequenceGroup
 from strop.training.weights import overwrite
+
+
+def world_of(config: TrainerConfig, rank: int) -> World:
+    """Return what `rank` sees of `config.workers` ranks. All of them call this, in their process group."""
+    size, device = config.workers, config.torch_device.type
+    if size == 1:
+        return World()
+    num_sharing = config.fsdp_size or size
+    mesh = init_device_mesh(device, (size // num_sharing, num_sharing), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh["shard"] if num_sharing == size else mesh
+    if config.sequence_parallel == 1:
+        return World(rank, size, mesh)
+    sequences = init_device_mesh(device, (size // config.sequence_parallel, config.sequence_parallel))
+    return World(rank, size, mesh, SequenceGroup(sequences.get_group(1)))
 
 
 class ShardedWeights:
@@ -40,12 +60,12 @@ class ShardedWeights:
         model: nn.Module,
         dtype: torch.dtype,
         device: torch.device,
-        num_ranks: int,
+        world: World,
         *,
         directory: Path | None = None,
     ) -> None:
         precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-        divide(root, device, num_ranks, precision, keeps_ends=True)
+        divide(root, world, precision, keeps_ends=True)
         self._root = root
         if directory is not None:
             read_parts(root, model, directory, device)
@@ -64,12 +84,15 @@ class ShardedWeights:
     def on_rank(self, name: str, rank: int, dtype: torch.dtype) -> Tensor | None:
         parameter = self._parameters[name].detach()
         assert isinstance(parameter, DTensor)
+        group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
+        if rank not in dist.get_process_group_ranks(group):  # which has a copy
+            return None
         part = parameter.to_local().to(dtype)
         padded = part.new_zeros(_rows_of_a_rank(parameter), *part.shape[1:])
         padded[: len(part)] = part
         is_here = rank == dist.get_rank()
-        parts = list(padded.new_empty(dist.get_world_size(), *padded.shape)) if is_here else None
-        dist.gather(padded, parts, dst=rank)
+        parts = list(padded.new_empty(dist.get_world_size(group), *padded.shape)) if is_here else None
+        dist.gather(padded, parts, dst=rank, group=group)
         return None if parts is None else torch.cat(parts)[: parameter.shape[0]]
 
     def whole(self, name: str) -> Tensor:
@@ -154,29 +177,27 @@ def read_parts(root: nn.Module, model: nn.Module, directory: Path, device: torch
                 assert isinstance(parameter, DTensor)
                 local = parameter.to_local()
                 if len(local):
-                    start = _rows_of_a_rank(parameter) * dist.get_rank()
+                    start = _rows_of_a_rank(parameter) * parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
                     local.copy_(file.get_slice(name)[start : start + len(local)])
 
 
 def _rows_of_a_rank(parameter: DTensor) -> int:
     """Return the rows of each rank but the last ones."""
-    return -(-parameter.shape[0] // dist.get_world_size())
+    return -(-parameter.shape[0] // parameter.device_mesh.shape[-1])
 
 
 def divide(
     scorer: nn.Module,
-    device: torch.device,
-    num_ranks: int,
+    world: World,
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - immutable
     *,
     keeps_ends: bool = False,
 ) -> None:
-    """Divide a model over all ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
-    mesh = init_device_mesh(device.type, (num_ranks,))
+    """Divide a model over the ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
     layers = [module for module in scorer.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+    fully_shard(scorer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -23,7 +23,7 @@ from strop.cluster.connection import placed
 from strop.cluster.placement import Node
 from strop.errors import ActorsLost, TrainerLost
 from strop.training.assembly import LearnerOptions, open_learner
-from strop.training.batch import TokenBatch, World
+from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
 from strop.training.optimizer import UpdateReport
 from strop.training.weights import Snapshot, WriteCheckpoint
@@ -164,7 +164,9 @@ class Rank:
             world_size=config.workers,
             timeout=timeout,
         )
-        self._learner = open_learner(replace(options, config=config), World(self._rank, config.workers))
+        from strop.training.sharded import world_of  # FSDP takes a second to import
+
+        self._learner = open_learner(replace(options, config=config), world_of(config, self._rank))
 
 
 def _interface_of(address: str) -> str:

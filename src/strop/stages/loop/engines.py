@@ -186,8 +186,21 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
             except UserError as error:
                 yield error
         yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
+        yield from _check_heads(name, trainer.sequence_parallel, recipe)
     if isinstance(config, PlayedKeys) and stage.is_judged:
         yield from _check_reward(f"stages.{name}", config.reward, machine)
+
+
+def _check_heads(name: str, num_ranks: int, recipe: Recipe) -> Iterator[ConfigError]:
+    """A model of the stage has heads that `trainer.sequence_parallel` ranks cannot divide among them."""
+    if num_ranks > 1:
+        starts = filter(None, (name, getattr(recipe.stages[name].config, "critic_init", None)))
+        for num_heads in {recipe.stages[recipe.origin_of(each)].size().num_kv_heads for each in starts}:
+            if num_heads % num_ranks:
+                yield ConfigError(
+                    f"stages.{name}.trainer.sequence_parallel is {num_ranks}, which does not divide the {num_heads} heads of"
+                    " keys and values of the model. Choose a divisor."
+                )
 
 
 def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:

@@ -70,12 +70,15 @@ def row_attention(
     if layout is None:
         mask = None if sliding_window is None else _causal_mask(query.shape[2], 0, query, sliding_window)
         return _attend(query, key, value, mask, scaling).transpose(1, 2), None
+    if layout.group is not None:
+        query, key, value = map(layout.group.to_heads, (query, key, value))
     is_within = sliding_window is None or layout.longest <= sliding_window
     if query.device.type == "cpu" and is_within and query.shape[-1] == value.shape[-1]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attended: Tensor = _Reads.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
-        return attended, None
-    return _attend_rows(query, key, value, layout, scaling, sliding_window).transpose(1, 2), None
+    else:
+        attended = _attend_rows(query, key, value, layout, scaling, sliding_window).transpose(1, 2)
+    return attended if layout.group is None else layout.group.to_tokens(attended), None
 
 
 def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
