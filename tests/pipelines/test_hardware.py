@@ -153,9 +153,32 @@ def test_a_server_splits_its_weights_and_the_own_engine_does_not(tmp_path):
     )
 
 
+def test_a_server_divides_its_heads_evenly(tmp_path):
+    """As vLLM must: of Qwen2.5-7B's 28 heads eight devices could hold none but whole ones."""
+    hardware = device(tmp_path, num=8, memory_gb=1.5)
+    server = VllmConfig(dtype="bfloat16", slots=1, max_length=1000, python=Path("python"))
+    found = {
+        num: cost_on(hardware, "eval", Estimate(sampled=SAMPLED), server, replace(MODEL, num_heads=num)).lines[-1]
+        for num in (24, 28)
+    }
+    assert "engine.tensor_parallel=8" in found[24]
+    assert "tensor_parallel" not in found[28]
+
+
 def test_more_devices_are_named_where_no_layout_fits(tmp_path):
-    problem = cost_on(device(tmp_path, memory_gb=10), "sft", Estimate(trained=trained()), BFLOAT16, MODEL).problem
-    assert "No layout fits; name 2 x mine, or larger devices." in problem
+    hardware = device(tmp_path, num=2, memory_gb=8)
+    cost = cost_on(hardware, "rl", Estimate(sampled=SAMPLED, trained=trained()), BFLOAT16, MODEL)
+    assert "No layout fits; name 8 x mine, or larger devices." in cost.problem
+    text = "\n".join(cost.lines)  # of the layout over both that comes closest
+    assert "trainer: 2 ranks" in text
+    assert "KV for 1 conversation" in text
+    assert "time:" not in text
+
+
+def test_rollouts_whose_number_is_not_known_are_not_counted_as_none(tmp_path):
+    lines = cost_on(device(tmp_path), "hard", Estimate(sampled=Sampled()), BFLOAT16, MODEL).lines
+    assert [line.split(":")[0] for line in lines] == ["engines", "device"]
+    assert "disk" not in lines[-1]
 
 
 @pytest.mark.parametrize("text", ["8xH10", "H", "0xH100", "", "x", "8xnowhere.toml", "a" * 300])
@@ -265,7 +288,7 @@ def test_a_plan_for_hardware_says_what_it_is_for_and_ends_with_an_error_if_a_sta
     small = CliRunner().invoke(app, ["train", preset, "--dry-run", "--hardware", "4xH100"])
     assert small.exit_code == 2
     assert (
-        "does not fit: 1 of 4 devices, each with 590 of 75 GiB. No layout fits; name 16 x H100, or larger devices."
+        "does not fit: 4 of 4 devices, each with 104 of 75 GiB. No layout fits; name 16 x H100, or larger devices."
         in " ".join(small.output.split())
     )
 

@@ -111,6 +111,7 @@ def print_dry_run(
         is_short = on.is_several_machines and recipe.cluster is None
         several = ", which is several machines: use them with --cluster" if is_short else ""
         basis = f"on {on}{several}. {ASSUMPTIONS}"
-    print_plan(recipe.name, recipe.description, stages, basis=f"a rough estimate, {basis}", state=state)
+    is_assumed = bool(recipe.hardware)
+    print_plan(recipe.name, recipe.description, stages, basis=f"a rough estimate, {basis}", needs_basis=is_assumed, state=state)
     if any(stage.problem for stage in stages):
         raise typer.Exit(2)

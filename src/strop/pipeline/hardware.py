@@ -37,7 +37,7 @@ _ACTIVATIONS = 34  # values of a token, layer and channel that the backward pass
 _HOST_BYTES, _DISK_BYTES = 42, 22  # of a token of a long rollout, by `make bench-rollouts`
 ASSUMPTIONS = (
     "assumed: responses of a third of their limit, and one at the limit in each step; decoding at 60% of the bandwidth or 40%"
-    " of the peak, training at 40% of the peak. Prompts, tool calls, loading and publication are not counted"
+    " of the peak, training at 40% of the peak. Prompts, tool calls, validation, loading and publication are not counted"
 )
 
 
@@ -170,12 +170,12 @@ def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine
     costs = _Costs(hardware, estimate, engine, model)
     fitting = costs.first_that_fits(written)
     is_spread = max(written.ranks, written.engines * written.width) > 1
-    layout = fitting if fitting is not None and not is_spread else written
+    layout = written if is_spread else fitting or costs.smallest(written)
     words = "" if fitting is None else fitting.keys(written, name)
     lines = list(costs.roles(layout))
     if costs.fits(layout):
-        lines += [f"for this layout: {words}"] if words and layout is fitting else []
-        return Cost(time_s=sum(costs.times(layout)), lines=tuple(lines))
+        lines += [costs.time(layout), f"for this layout: {words}" if words and layout is fitting else ""]
+        return Cost(time_s=sum(costs.times(layout)), lines=tuple(filter(None, lines)))
     more = (replace(hardware, num=hardware.num << power) for power in range(1, 8))
     enough = next((each for each in more if replace(costs, hardware=each).first_that_fits(written) is not None), None)
     instead = "larger devices, or a smaller model" if enough is None else f"{enough}, or larger devices"
@@ -203,10 +203,11 @@ def _written(estimate: Estimate, engine: AnyEngine) -> Layout:
     )
 
 
-def _layouts(estimate: Estimate, engine: AnyEngine, num: int, written: Layout) -> Iterator[Layout]:
+def _layouts(estimate: Estimate, engine: AnyEngine, model: Model, num: int, written: Layout) -> Iterator[Layout]:
     """Layouts over all `num` devices, first those that compute no more, cross no machine and change sizes least."""
     trained, sampled = estimate.trained, estimate.sampled
     widths = [2**power for power in range(num.bit_length())] if isinstance(engine, ServerConfig) else [1]
+    widths = [width for width in widths if model.num_heads % width == 0]  # a server divides the heads evenly
     num_slots = _halves(written.slots, 1) if sampled is not None else [written.slots]
     num_tokens = _halves(written.tokens, max(_SHORTEST, trained.longest if trained is not None else 0))
     options = product({written.fsdp_size, 0}, {written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
@@ -247,9 +248,15 @@ class _Costs:
     engine: AnyEngine
     model: Model
 
+    def layouts(self, written: Layout) -> Iterator[Layout]:
+        return _layouts(self.estimate, self.engine, self.model, self.hardware.num, written)
+
     def first_that_fits(self, written: Layout) -> Layout | None:
-        layouts = _layouts(self.estimate, self.engine, self.hardware.num, written)
-        return next((each for each in layouts if self.fits(each)), None)
+        return next((each for each in self.layouts(written) if self.fits(each)), None)
+
+    def smallest(self, written: Layout) -> Layout:
+        """The layout that comes closest where none fits."""
+        return min(self.layouts(written), key=self.needed_gib, default=written)
 
     def fits(self, layout: Layout) -> bool:
         return self.needed_devices(layout) <= self.hardware.num and self.needed_gib(layout) <= self.hardware.gib
@@ -314,7 +321,7 @@ class _Costs:
         return 0.0 if trained is None else _TOKEN_SHARE * trained.tokens / self.training_rate(layout, trained)
 
     def roles(self, layout: Layout) -> Iterator[str]:
-        """A line for the trainer, the engines, the host, the disk and the time."""
+        """A line for the trainer, the engines, the host and the disk."""
         trained, sampled = self.estimate.trained, self.estimate.sampled
         disk: list[str] = []
         if trained is not None:
@@ -334,25 +341,28 @@ class _Costs:
                 f" {weights:,.1f} of weights, {kv:,.1f} of KV for {counted(layout.slots, 'conversation')}"
             )
             tokens = round(_TOKEN_SHARE * sampled.tokens)
-            host = tokens * _HOST_BYTES / sampled.steps / _GIB
-            yield f"host: {host:,.1f} GiB for a step's rollouts" + self._loading(layout)
-            disk += [f"{tokens * _DISK_BYTES / _GIB:,.1f} GiB of rollouts"]
-        yield f"device: {self.needed_gib(layout):,.0f} of {self.hardware.gib:,.0f} GiB; disk: {', '.join(disk)}"
-        if time := self._time(layout):
-            yield time
+            if tokens:
+                yield f"host: {_in_words(tokens * _HOST_BYTES / sampled.steps)} for a step's rollouts" + self._loading(layout)
+                disk += [f"{_in_words(tokens * _DISK_BYTES)} of rollouts"]
+        on_disk = f"; disk: {', '.join(disk)}" if disk else ""
+        yield f"device: {self.needed_gib(layout):,.0f} of {self.hardware.gib:,.0f} GiB{on_disk}"
 
     def _loading(self, layout: Layout) -> str:
         """What ranks need of a machine while each of them loads the whole model."""
         ranks = min(layout.ranks, _DEVICES_OF_A_MACHINE)
         return f", {ranks * 4 * self.model.num_parameters / _GIB:,.0f} GiB while {ranks} ranks load" if ranks > 1 else ""
 
-    def _time(self, layout: Layout) -> str:
+    def time(self, layout: Layout) -> str:
         times = dict(zip(("sampling", "training"), self.times(layout), strict=True))
         parts = [f"{duration(seconds)} of {what}" for what, seconds in times.items() if seconds]
         if (trained := self.estimate.trained) is not None and not trained.tokens:
             parts.append(f"{self.training_rate(layout, trained):,.0f} tokens a second in training")
         hours = self.hardware.num * sum(times.values()) / 3600
         return f"time: {', '.join(parts)}" + (f"; {hours:,.1f} GPU hours" if hours else "") if parts else ""
+
+
+def _in_words(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:,.1f} GiB" if num_bytes >= 0.1 * _GIB else f"{num_bytes / _MIB:,.0f} MiB"
 
 
 def _width(engine: AnyEngine) -> int:

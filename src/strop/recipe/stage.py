@@ -94,6 +94,7 @@ class Model:
     hidden_size: int = 0
     kv_values: int = 0  # of one token, in all layers
     num_kv_heads: int = 0  # of keys and values, in a layer
+    num_heads: int = 0  # of attention, in one layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

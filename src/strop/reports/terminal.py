@@ -73,6 +73,7 @@ def print_plan(
     stages: Sequence[PlannedStage],
     *,
     basis: str = "a rough estimate, measured on this machine",
+    needs_basis: bool = False,
     state: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
@@ -80,15 +81,16 @@ def print_plan(
 
     Args:
         basis: what the estimates rest on.
+        needs_basis: show it also where no time can be given for all stages.
         state: of the run, if it has begun, in lines.
     """
     console = Console() if console is None else console
     console.print(printable(f"{name}: {description}" if description else name), style="bold", markup=False, highlight=False)
     for stage in stages:
         _print_planned(stage, console)
-    total_s = sum(stage.time_s for stage in stages)
-    if total_s and not any(stage.problem for stage in stages):
-        console.print(f"about {duration(total_s)} in all: {basis}", highlight=False)
+    total_s = 0.0 if any(stage.problem for stage in stages) else sum(stage.time_s for stage in stages)
+    if total_s or needs_basis:
+        console.print((f"about {duration(total_s)} in all: " if total_s else "") + basis, highlight=False)
     for line in state:
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
     console.print("Nothing was run.", highlight=False)

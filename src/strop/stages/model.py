@@ -190,6 +190,7 @@ def _count(config: transformers.PretrainedConfig) -> Model:
         hidden_size=text.hidden_size,
         kv_values=text.num_hidden_layers * (2 * kv_heads * head if latent is None else latent + text.qk_rope_head_dim),
         num_kv_heads=kv_heads,
+        num_heads=text.num_attention_heads,
     )
 
 
