@@ -324,7 +324,7 @@ PUBLISHED: dict[str, Values] = {
     "rstar2-released": {
         **_RSTAR2,
         **_AIME,
-        **_under("stages.rl.validation.", k=1, temperature=0.0),
+        **_under("stages.rl.validation.", k=1, temperature=0.0, every_steps=5),
         **_ROC,
         **_STAGE_1,
         **_hub("rl", "dapo-math-17k-processed"),
