@@ -103,3 +103,15 @@ def test_rl_on_a_file_is_planned_with_its_passes_over_the_rows_that_are_there(tm
     stage = planned(f"stages.rl.tasks={tasks}", "stages.rl.steps=5", "stages.rl.tasks_per_step=4")["rl"]
     assert "; 2.0 passes over 10 tasks" in stage.arithmetic
     assert "passes" not in planned()["rl"].arithmetic
+
+
+def test_rl_on_published_tasks_is_planned_with_its_passes_over_each_of_them():
+    """DeepSeek-R1's 10 400 updates of 16 a step, whose problems stand in for its own: 26, 17 and 15 of 58."""
+    *_, stage = plan(load_recipe(Path(__file__).parents[2] / "recipes" / "presets" / "r1-zero.toml"), only=["rl"])
+    num = 10_400 // 16 * 512
+    assert (
+        f"; {num * 26 / 58 / 14_116:.1f} passes over 14116 tasks of math; {num * 17 / 58 / 5000:.1f} passes" in stage.arithmetic
+    )
+    assert "of logic" not in stage.arithmetic  # made without end
+    part = planned('stages.rl.tasks={kind="hub", dataset="gsm8k", limit=100}')["rl"]
+    assert "passes" not in part.arithmetic

@@ -85,6 +85,11 @@ class TaskSource(Component):
         """How many different tasks there are; None when they are generated without end."""
         return None
 
+    @property
+    def num_published(self) -> int | None:
+        """How many training tasks there are by their publisher's word, for a plan; None where that is not known."""
+        return None
+
     @abstractmethod
     def task(self, index: int) -> Task:
         """Return the task at `index` (0 <= index) of the stream. The same index, seed and split give the same task."""

@@ -32,6 +32,7 @@ class Published:
     subset: str | None = None
     train_split: str = "train"
     test_split: str = "test"  # empty: there is but one split, which is trained on
+    num_train: int | None = None  # rows of the training split, for a plan before they are read
     where: Mapping[str, list[str]] = field(default_factory=dict)  # columns, and the values of rows that are tasks
 
 

@@ -197,6 +197,12 @@ class HubRows(RowSource):
         return (config.subset if config.dataset else None) or config.dataset or str(config.name)
 
     @property
+    def num_published(self) -> int | None:
+        config, known = self.config, self._published
+        is_whole = not any((config.rows_where, config.limit, config.name, config.subset, config.train_split))
+        return known.num_train if known and is_whole else None
+
+    @property
     def _published(self) -> Published | None:
         return PUBLISHED[self.config.dataset] if self.config.dataset else None
 

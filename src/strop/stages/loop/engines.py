@@ -286,6 +286,20 @@ def played_in_words(name: str, config: PlayedKeys, recipe: Recipe, wanted: int |
     return "", min(there, wanted or there)
 
 
+def passes_in_words(name: str, config: PlayedKeys, recipe: Recipe, num_tasks: int) -> str:
+    """How often `num_tasks` tasks pass over each source whose size is known before it is read."""
+    if not config.has_own_tasks:
+        return ""
+    parts = config.tasks.parts or {"": config.tasks}
+    weights = {part: getattr(config.tasks.config, "weights", {}).get(part, 1) for part in parts}
+    found = ""
+    for part, tasks in parts.items():
+        there = tasks.num_published or tasks_there(name, config.model_copy(update={"tasks": tasks}), recipe, None)
+        num = num_tasks * weights[part] / sum(weights.values())
+        found += f"; {num / there:.1f} passes over {there} tasks" + (f" of {part}" if part else "") if there else ""
+    return found
+
+
 def _is_counted(path: Path) -> bool:
     return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
 

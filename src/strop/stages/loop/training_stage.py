@@ -20,7 +20,7 @@ from strop.rewards import SumReward
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
-from strop.stages.loop.engines import check_needs, task_files, tasks_there
+from strop.stages.loop.engines import check_needs, passes_in_words, task_files
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
 
@@ -292,10 +292,9 @@ class RolloutStage(TrainingStage):
     ) -> Estimate:
         """The cost of a stage with so many rollouts and updates in a step."""
         config = self.config
-        there = tasks_there(name, config, recipe, None)
         overlaps = config.staleness > 0
         ahead = "; each step's rollouts are played while the step before is trained on" if overlaps else ""
-        passes = f"; {config.steps * config.tasks_per_step / there:.1f} passes over {there} tasks" if there else ""
+        passes = passes_in_words(name, config, recipe, config.steps * config.tasks_per_step)
         budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
         rules = " or ".join(rule.what for rule in config.end_when)
         ends_early = budget + (f"; fewer if before that {rules}" if rules else "")
