@@ -33,6 +33,14 @@ def test_each_rl_step_is_one_plain_line_with_the_time_left():
     assert "\x1b" not in shown.getvalue()
 
 
+def test_a_step_says_what_branches_save():
+    progress, shown, _ = _progress()
+    progress.stage_started("rl", "rl", 12, 0)
+    saved = {"calls": 1 / 3, "sampled": 0.206, "prefilled": 0.362}
+    progress.step({**_METRICS, **{f"branching/{name}_saved_fraction": share for name, share in saved.items()}}, 1)
+    assert "branches save 33.3% of calls   20.6% of sampled tokens   36.2% of observed tokens" in shown.getvalue()
+
+
 def test_quick_stages_are_not_a_line_a_step():
     progress, shown, _ = _progress()
     progress.stage_started("cold start", "sft", 500, 0)
