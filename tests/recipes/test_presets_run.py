@@ -1,4 +1,7 @@
-"""Every preset runs from first stage to last on a tiny model, with nothing changed but model, data, sizes and lengths."""
+"""Every preset runs from first stage to last on a tiny model, with nothing changed but model, files, sizes and lengths.
+
+`make test-presets` also prints what was changed.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
-from presets import NAMES, parsed, preset_path
+from presets import NAMES, ROOT, parsed, preset_path
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from strop.config import validate
@@ -24,7 +28,7 @@ from strop.stages.model import TinyModel, make_tiny_model
 from strop.tasks.conversations import call_text
 
 VLLM_PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
-_ROLLOUTS = {"rl": {"steps": 1, "tasks_per_step": 2, "group_size": 4}, "expert_iteration": {"steps": 1, "tasks_per_step": 2}}
+_ROLLOUTS = {"rl": {"steps": 2, "tasks_per_step": 2, "group_size": 4}, "expert_iteration": {"steps": 2, "tasks_per_step": 2}}
 
 
 def scaled_down(
@@ -37,8 +41,9 @@ def scaled_down(
     """
     tree = parsed(name)
     kinds = {stage["kind"] for stage in tree["stages"].values()}
-    data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response"]}
-    sets: dict[str, object] = {"threads": 1, "tasks": data, "engine.slots": 8, "engine.max_length": 2048}
+    sets: dict[str, object] = {"threads": 1, "engine.slots": 8, "engine.max_length": 2048}
+    if "tasks" in tree:
+        sets["tasks"] = of_files(tree["tasks"], rows)
     sets["sampling.max_tokens"] = 32
     if tree.get("engine", {}).get("kind") == "vllm":
         sets |= {"engine.python": vllm, "engine.eager": True} if vllm else {"engine": {"kind": "torch"}}
@@ -71,7 +76,7 @@ def scaled_down(
             case "conversations":
                 sizes = {"path": said}
             case "sft" | "distil":
-                sizes = {"steps": 2, "batch_size": 2} | ({} if "data" in stage else {"num_demonstrations": 4})
+                sizes = {"steps": 20, "epochs": 20, "batch_size": 2} | ({} if "data" in stage else {"num_demonstrations": 4})
                 if "warmup_updates" in stage["trainer"]["optimizer"]:
                     sizes["trainer.optimizer.warmup_updates"] = 1
         if "row_length" in stage:
@@ -87,36 +92,51 @@ def scaled_down(
                 "validation.k": min(2, stage["validation"].get("k", 1)),
             }
             if "tasks" in stage["validation"]:
-                sizes["validation.tasks"] = dict.fromkeys(stage["validation"]["tasks"], data)
+                sets_of = stage["validation"]["tasks"]
+                sizes["validation.tasks"] = {name: of_files(table, rows) for name, table in sets_of.items()}
         if "schedule" in stage:
-            sizes |= {"steps": 2, "schedule": [sooner(entry, data) for entry in stage["schedule"]]}
+            sizes["schedule"] = [sooner(entry, rows) for entry in stage["schedule"]]
         if "end_when" in stage:
             sizes |= {"steps": 3, "give_up_after": 9, "end_when": [rule | {"over_steps": 1} for rule in stage["end_when"]]}
-        if "truths" in stage:
-            sizes["truths"] = data
-        if "tasks" in stage:
-            sizes["tasks"] = data
+        sizes |= {key: of_files(stage[key], rows) for key in ("truths", "tasks") if key in stage}
         if "max_tokens" in stage.get("sampling", {}):
             sizes["sampling.max_tokens"] = 32
         sets |= {f"stages.{stage_name}.{key}": value for key, value in sizes.items()}
     return sets
 
 
-def sooner(entry, data):
-    """The same change, in time for a stage of two steps; other tasks are the same ones, of several kinds."""
+def of_files(table, rows):
+    """The same columns, read from the file of `rows` with them; generated tasks stay what they are."""
+    if table["kind"] == "mixture":
+        return table | {"parts": {name: of_files(part, rows) for name, part in table["parts"].items()}}
+    if table["kind"] not in ("hub", "jsonl", "parquet"):
+        return table
+    kind = "jsonl" if table["kind"] == "jsonl" else "parquet"
+    path = f"{rows}/{table.get('dataset') or Path(table.get('path', table.get('name'))).stem}.{kind}"
+    columns = {key: table[key] for key in ("dataset", "question", "answer", "facts", "bad_rows") if key in table}
+    return {"kind": kind, "path": path, "test_path": path} | columns
+
+
+def sooner(entry, rows):
+    """The same change, in time for a stage of two steps."""
     sizes = {"at_step": 2, "at_update": 2, "every_updates": 2}
     changed = {key: sizes.get(key, value) for key, value in entry.items()}
     if "sampling" in entry:
         changed["sampling"] = entry["sampling"] | {"max_tokens": 48}
     if "tasks" in entry:
-        changed["tasks"] = data | {"facts": [*data["facts"], "kind"]}
+        changed["tasks"] = of_files(entry["tasks"], rows)
     return changed
 
 
 def run_of(name: str, places: Mapping[str, str], *, vllm: str = "") -> Recipe:
     """Return a preset with other models and data, and fewer of everything."""
     sets = scaled_down(name, vllm=vllm, **places)
-    return load_recipe(preset_path(name), [*(f"{key}={as_toml(value)}" for key, value in sets.items())])
+    return scaled(preset_path(name), [f"{key}={as_toml(value)}" for key, value in sets.items()])
+
+
+def scaled(path: Path, sets: list[str]) -> Recipe:
+    print(f"{path.stem} is scaled by", *sets, sep="\n    --set ")  # noqa: T201  (for `make test-presets`)
+    return load_recipe(path, sets)
 
 
 def as_toml(value: object) -> str:
@@ -136,16 +156,6 @@ def small(tmp_path_factory):
         vocab_size=1024, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, max_length=4096, num_texts=10
     )
     make_tiny_model(sizes, texts, directory / "model", seed=0)
-    rows = [
-        {
-            "question": f"What is {n}+1?",
-            "prompt": f"What is {n}+1?",
-            "answer": str(n + 1),
-            "response": f"So. </think> <answer> {n + (n % 4 > 0)} </answer>",  # wrong in two of eight
-            "kind": ("reasoning", "helpful", "safety")[n % 3],
-        }
-        for n in range(8)
-    ]
     call = call_text("python", {"code": "print(1+1)", "input": ""})
     turns = [("user", "1+1?"), ("assistant", call), ("tool", "2"), ("assistant", "So 2.")]
     said = [{"messages": [{"role": role, "content": text} for role, text in turns]}] * 4
@@ -153,7 +163,9 @@ def small(tmp_path_factory):
     scorer = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1, pad_token_id=0)
     scorer.save_pretrained(directory / "scorer")
     AutoTokenizer.from_pretrained(directory / "model").save_pretrained(directory / "scorer")
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for file, rows in rows_by_file().items():
+        (directory / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / f"{file}.parquet")
     (directory / "results.json").write_text(json.dumps({"one": "1"}))
     for judged_on, preferences in preferences_by_what_is_judged().items():
         (directory / f"{judged_on}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferences))
@@ -171,8 +183,42 @@ def small(tmp_path_factory):
         "judged": str(directory),
         "scorer": str(directory / "scorer"),
         "said": str(directory / "said.jsonl"),
-        "rows": str(directory / "rows.jsonl"),
+        "rows": str(directory),
         "results": str(directory / "results.json"),
+    }
+
+
+def rows_by_file() -> dict[str, list[dict[str, object]]]:
+    """Eight sums, in the columns of each data set that presets name, and of each file that has none of these names."""
+    sums = [(n, f"What is {n}+1?", str(n + 1)) for n in range(8)]
+    said = [f"So. </think> <answer> {n + (n % 4 > 0)} </answer>" for n in range(8)]  # wrong in two of eight
+    own = [{"problem": question, "answer": answer, "unique_id": str(n), "id": n} for n, question, answer in sums]
+    plain = [{"question": question, "answer": answer, "response": said[n]} for n, question, answer in sums]
+    verl = {"data_source": "mix", "ability": "math", "prompt": []}
+    whole = load_prompt("r1_zero")
+    kinds = ("reasoning", "helpful", "safety")
+    return {
+        **dict.fromkeys(("math500", "aime24", "aime25", "hmmt25", "math_12k", "math_lvl3to5_8k", "train"), own),
+        "math": [{"problem": q, "level": "1", "type": "Algebra", "solution": rf"So $\boxed{{{a}}}$."} for _, q, a in sums],
+        "gpqa-diamond": [
+            {"Question": q, "Correct Answer": a, "Record ID": str(n)} | {f"Incorrect Answer {k}": f"-{k}" for k in (1, 2, 3)}
+            for n, q, a in sums
+        ],
+        "dapo-math-17k-processed": [{**verl, "prompt": q, "solution": a, "extra_info": {"index": str(n)}} for n, q, a in sums],
+        "apps": [
+            {"problem_id": n, "question": q, "input_output": json.dumps({"inputs": ["1"], "outputs": [a]})} for n, q, a in sums
+        ],
+        "arpo-mix": [
+            {**verl, "extra_info": {"index": n, "question": q}, "reward_model": {"ground_truth": a, "style": "rule"}}
+            for n, q, a in sums
+        ],
+        "gaia": [{"task_id": str(n), "Question": q, "answer": a, "Level": 1} for n, q, a in sums],
+        "strop": [
+            {"id": str(n), "question": q, "answer": a, "source": "s", "facts": {"kind": kinds[n % 3]}} for n, q, a in sums
+        ],
+        "sft": [{"prompt": whole.fill(q, [])[0].text, "response": said[n]} for n, q, _ in sums],
+        "ultrachat-train": [{"prompt": q, "response": said[n]} for n, q, _ in sums],
+        **dict.fromkeys(("r1-cold-start", "r1-general-sft"), plain),
     }
 
 
@@ -182,7 +228,7 @@ def able_model(directory: Path) -> Path:
         "name": "able",
         "threads": 1,
         "prompt": "deepseek_r1_zero",
-        "tasks": {"kind": "jsonl", "path": str(directory / "rows.jsonl"), "facts": ["response"]},
+        "tasks": {"kind": "jsonl", "path": str(directory / "r1-cold-start.jsonl"), "facts": ["response"]},
         "stages": {
             "base": {"kind": "model", "path": str(directory / "model")},
             "able": {
@@ -215,16 +261,33 @@ PROMPTS = ("rstar2", "arpo", "r1_zero", "deepseek_r1_zero", "qwen_math")
 QUICK = ("rstar2-stage3", "r1-rl2", "r1-pipeline")
 
 
+ON_VLLM = [name for name in NAMES if parsed(name).get("engine", {}).get("kind") == "vllm" and name != "r1-pipeline"]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_the_released_arpo_runs_on_the_engine_that_it_names(small, tmp_path):
+@pytest.mark.parametrize("name", ON_VLLM)  # the RL stages of r1-pipeline are those of r1-rl1 and r1-rl2
+def test_a_preset_runs_on_the_server_that_it_names(name, small, tmp_path):
     torch.set_num_threads(1)
-    recipe = run_of("arpo-reasoning-released", small, vllm=str(VLLM_PYTHON))
+    recipe = run_of(name, small, vllm=str(VLLM_PYTHON))
     assert recipe.engine.kind == "vllm"
     result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
-    [step] = [line for line in read_lines(result.run.metrics) if line["stage"] == "rl"]
-    assert step["rollout/void_fraction"] == 0
-    assert (tmp_path / "run" / "stages" / "aime24" / "done.json").exists()
+    steps = [line for line in read_lines(result.run.metrics) if line["stage"] == "rl"]
+    assert [step["rollout/void_fraction"] for step in steps] == [0, 0]
+    assert all((tmp_path / "run" / "stages" / stage / "done.json").exists() for stage in recipe.stages)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_trainer_next_to_a_vllm_server_makes_two_steps_of_the_courses_grpo(tmp_path):
+    torch.set_num_threads(1)
+    sizes = {"sft.num_demonstrations": 64, "sft.steps": 40, "before.num_tasks": 4, "after.num_tasks": 4, "rl.steps": 2}
+    sizes |= {"rl.validation.num_tasks": 4, "rl.validation.every_steps": 1}
+    sets = ["threads=1", f"engine.python={VLLM_PYTHON}", *(f"stages.{key}={value}" for key, value in sizes.items())]
+    recipe = scaled(ROOT / "recipes" / "cs336-server.toml", sets)
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
+    steps = [line for line in read_lines(result.run.metrics) if line["stage"] == "rl"]
+    assert [step["rollout/void_fraction"] for step in steps] == [0, 0]
 
 
 @pytest.mark.timeout(600)
