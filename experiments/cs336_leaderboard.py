@@ -1,9 +1,9 @@
 """The leaderboard of CS336 assignment 5 (section 9) on a tiny model: held-out accuracy in a budget of wall-clock time.
 
-    make experiments-cs336-leaderboard
+    make experiments-faithful ONLY=cs336-leaderboard
 
 Runs recipes/cs336-leaderboard.toml (a second call goes on where the first ended) and writes what is asked for there: accuracy
-of the last policy, and held-out accuracy against seconds up to the budget, to results/cs336-leaderboard.{json,txt} and
+of the last policy, and held-out accuracy against seconds up to the budget, to results/faithful-cs336-leaderboard.{json,txt} and
 results/cs336/leaderboard.svg. The bars: no step past the budget, and after it an interval above that before. Seconds are of
 this machine, so nothing else should run on it.
 """
@@ -26,7 +26,7 @@ from strop.stages.rl import RL
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "cs336-leaderboard.toml"
-COMMAND = "make experiments-cs336-leaderboard"
+COMMAND = "make experiments-faithful ONLY=cs336-leaderboard"
 STAGE = "rl"
 _CURVE = {"seconds": "time/elapsed_s", "accuracy": "validation/accuracy"}
 _CURVE |= {"low": "validation/accuracy_low", "high": "validation/accuracy_high"}
@@ -99,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status := subprocess.run(words, check=False).returncode:
         return status
     results = summarise(RunDirectory(options.runs / RECIPE.stem))
-    write_json(options.results / f"{RECIPE.stem}.json", results)
-    write_text(options.results / f"{RECIPE.stem}.txt", table(results) + "\n")
+    write_json(options.results / f"faithful-{RECIPE.stem}.json", results)
+    write_text(options.results / f"faithful-{RECIPE.stem}.txt", table(results) + "\n")
     title = "held-out accuracy"
     curve = [(point["seconds"], point["accuracy"]) for point in results["curve"]]
     (plot,) = compare_plots({title: {"GRPO": [curve]}}, units={title: Unit.PERCENT}, x_label="seconds").values()

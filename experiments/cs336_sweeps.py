@@ -1,13 +1,12 @@
 """The curves behind docs/results.md: CS336 assignment 5's SFT, expert iteration and ablations (sections 4, 5, 8).
 
-    make experiments-cs336-sweeps
+    make experiments-faithful ONLY=cs336-ablations
 
 Runs the sweeps of section 8 (cs336-ablations, -off-policy-focused, -prompt), cs336-sft-size and cs336-expert-iteration of
 recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of
-its arms, their differences from the first by seed, and their curves, to results/cs336-sweeps.{json,txt} and
+its arms, their differences from the first by seed, and their curves, to results/faithful-<sweep>.{json,txt} and
 results/cs336/<question>.svg; and rollouts of the defaults over the steps to results/cs336/rollouts.txt. `--only` runs one of
-them; `--draw` runs nothing. Either way what is there of all is written, with the runs that are missing; of sweeps that were
-never begun in `--runs` the results stay as they were.
+them; `--draw` runs nothing. Runs that are missing are named.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from strop.run_directory import RunDirectory, read_json, read_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-COMMAND = "make experiments-cs336-sweeps"
 ABLATIONS, PROMPT, SFT, EXPERT = "cs336-ablations", "cs336-prompt", "cs336-sft-size", "cs336-expert-iteration"
 FOCUSED = "cs336-off-policy-focused"
 SWEEPS = (ABLATIONS, FOCUSED, PROMPT, SFT, EXPERT)
@@ -70,40 +68,21 @@ _DIGITS = 4
 _HALF = 0.5
 
 
-def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The answers to every question whose sweep was begun, from the `sweep.json` of each, and which runs they lack."""
-    missing = {
-        name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
-        for name, sweep in sweeps.items()
-    }
+def summarise(name: str, sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """The answers to the questions of a sweep, from its `sweep.json`, and which runs they lack."""
+    missing = [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
     return {
-        "command": COMMAND,
-        "bars": _bars(missing),
-        "recipes": {name: sweep["recipe"].rpartition("/")[2] for name, sweep in sweeps.items()},
-        "jobs": {name: sweep["jobs"] for name, sweep in sweeps.items()},
+        "command": command_of(name),
+        "bars": {"runs_missing": {"value": len(missing), "bar": "== 0", "holds": not missing}},
+        "recipe": sweep["recipe"].rpartition("/")[2],
+        "jobs": sweep["jobs"],
         "missing": missing,
-        "questions": {
-            question: _answer(sweeps[sweep], arms) for question, (sweep, arms) in QUESTIONS.items() if sweep in sweeps
-        },
+        "questions": {question: _answer(sweep, arms) for question, (of, arms) in QUESTIONS.items() if of == name},
     }
 
 
-def with_earlier(results: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """`results`, and of sweeps that it does not know what was written before."""
-    together = {
-        part: _in_order(order, earlier.get(part, {}) | results[part])
-        for part, order in {"recipes": SWEEPS, "jobs": SWEEPS, "missing": SWEEPS, "questions": QUESTIONS}.items()
-    }
-    return {**results, "bars": _bars(together["missing"]), **together}
-
-
-def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
-
-
-def _bars(missing: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    num_missing = sum(map(len, missing.values()))
-    return {"runs_missing": {"value": num_missing, "bar": "== 0", "holds": num_missing == 0}}
+def command_of(name: str) -> str:
+    return f"make experiments-faithful ONLY={name}"
 
 
 def _fell(run: Mapping[str, Any]) -> bool:
@@ -195,7 +174,8 @@ def table(results: Mapping[str, Any]) -> str:
                 f" {_shown(arm['above_interval']):<24} {_mean(arm['time_s'].values()):>5.0f}  {', '.join(ends)}"
             )
         rows.append("")
-    rows += [f"{name}: not run, or not to the end: {', '.join(runs)}" for name, runs in results["missing"].items() if runs]
+    if results["missing"]:
+        rows.append(f"not run, or not to the end: {', '.join(results['missing'])}")
     return "\n".join(rows).rstrip()
 
 
@@ -263,13 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", action="store_true", help="run nothing: write what earlier calls left")
     options = parser.parse_args(arguments)
     has_failed = False
-    for name in () if options.draw else (options.only,) if options.only else SWEEPS:
-        sweep = load_sweep(ROOT / "recipes" / "sweeps" / f"{name}.toml")
-        with SweepConsole() as progress:
-            log = run_sweep(sweep, options.runs / name, jobs=options.jobs, progress=progress, command=COMMAND)
-        has_failed = has_failed or bool(log.failures)
-        write_results(options.runs)
-    print(write_results(options.runs))
+    for name in (options.only,) if options.only else SWEEPS:
+        if not options.draw:
+            sweep = load_sweep(ROOT / "recipes" / "sweeps" / f"{name}.toml")
+            with SweepConsole() as progress:
+                log = run_sweep(sweep, options.runs / name, jobs=options.jobs, progress=progress, command=command_of(name))
+            has_failed = has_failed or bool(log.failures)
+        if (options.runs / name / "sweep.json").exists():
+            print(write_results(name, options.runs))
     return 1 if has_failed else 0
 
 
@@ -303,21 +284,18 @@ def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
     return "\n".join(parts).rstrip()
 
 
-def write_results(runs: Path) -> str:
-    """What the sweeps in `runs` came to, so far, as files and as the table of them."""
-    files = {name: runs / name / "sweep.json" for name in SWEEPS}
-    found = summarise({name: read_json(path) for name, path in files.items() if path.exists()})
-    add_before(found, runs)
+def write_results(name: str, runs: Path) -> str:
+    """What a sweep in `runs` came to, so far, as files and as the table of it."""
+    results = summarise(name, read_json(runs / name / "sweep.json"))
+    add_before(results, runs)
     shown = RunDirectory(runs / ABLATIONS / "defaults-seed-0")
-    if shown.stage("rl").done.exists():
+    if name == ABLATIONS and shown.stage("rl").done.exists():
         write_text(RESULTS / "cs336" / "rollouts.txt", rollouts_over_time(shown, (1, 5, 20, 40)) + "\n")
-    at = RESULTS / "cs336-sweeps.json"
-    results = with_earlier(found, read_json(at) if at.exists() else {})
-    write_text(at, json.dumps(results, separators=(",", ":"), allow_nan=False) + "\n")  # curves are long, a number a line
-    text = table(results)
-    write_text(RESULTS / "cs336-sweeps.txt", text + "\n")
-    write_plots(found)
-    return text
+    text = json.dumps(results, separators=(",", ":"), allow_nan=False)  # curves are long, a number a line
+    write_text(RESULTS / f"faithful-{name}.json", text + "\n")
+    write_text(RESULTS / f"faithful-{name}.txt", table(results) + "\n")
+    write_plots(results)
+    return table(results)
 
 
 if __name__ == "__main__":

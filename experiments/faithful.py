@@ -6,8 +6,8 @@
 Runs the sweeps of experiments/faithful/ as `strop sweep` does: arms of a seed share their cold start, as do claims that begin
 alike; a second call goes on where the first ended. What was expected was written down first: hypotheses/faithful.md.
 Writes experiments/results/faithful-<name>.{json,txt} and faithful-<name>-<metric>.svg, with seconds, commit, versions and
-processor (provenance.py). `cs336` and `grader` run the scripts of these names, which write their own results. `--pilot` runs
-one seed that is not among those of the experiment, and only prints.
+processor (provenance.py). `cs336` (its ladder), its sweeps and leaderboard, and `grader` are scripts of their own. `--pilot`
+runs one seed that is not among those of the experiment, and only prints.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_sweeps import SWEEPS as CS336_SWEEPS
 from faithful_measures import (
     accuracy_by_calls,
     at,
@@ -209,7 +210,12 @@ CLAIMS: Mapping[str, Claim] = {
         curves=("rollout/truncated_fraction", "rollout/length_tokens_mean", "rollout/accuracy"),
     ),
 }
-SCRIPTS = {"cs336": "cs336_sweeps.py", "grader": "grader.py"}  # which write their own results
+SCRIPTS = {  # which write their own results
+    "cs336": ("cs336.py",),
+    **{name: ("cs336_sweeps.py", "--only", name) for name in CS336_SWEEPS},
+    "cs336-leaderboard": ("cs336_leaderboard.py",),
+    "grader": ("grader.py",),
+}
 _PERCENT = ("accuracy", "fraction", "rate")
 
 
@@ -307,8 +313,9 @@ def run_claim(name: str, options: argparse.Namespace) -> bool:
 
 
 def run_script(name: str, options: argparse.Namespace) -> bool:
-    data = ["--data", str(options.data)] if name == "grader" else []
-    return subprocess.run([sys.executable, str(ROOT / "experiments" / SCRIPTS[name]), *data]).returncode == 0
+    script, *words = SCRIPTS[name]
+    words += ["--data", str(options.data)] if name == "grader" else []
+    return subprocess.run([sys.executable, str(ROOT / "experiments" / script), *words]).returncode == 0
 
 
 def take_over_starts(sweep: Sweep, directory: Path, other: Path, *, command: str) -> None:

@@ -1,6 +1,6 @@
 r"""How often are answers misjudged? Every label in several spellings, and thousands of near misses.
 
-    make experiments-grader DATA=data    (a directory with gsm8k/test.jsonl and math500/test.jsonl)
+    make experiments-faithful ONLY=grader DATA=data    (a directory with gsm8k/test.jsonl and math500/test.jsonl)
 
 Right answers: each label of GSM8K's and MATH-500's test sets as people and models write it, at least five spellings each. Wrong
 answers: one more, one less, the other sign, two digits swapped, ten times as much, another row's label; and texts in which the
@@ -43,7 +43,7 @@ from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, 
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-COMMAND = "make experiments-grader"
+COMMAND = "make experiments-faithful ONLY=grader"
 AT_ONCE = 256
 PATIENCE_S = 60.0  # of a pair: what a busy machine makes of it is no verdict of the grader
 NUM_EXAMPLES = 3  # of each kind of case that is misjudged
@@ -466,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="directory with gsm8k/ and math500/")
     parser.add_argument("--limit", type=int, help="rows of each data set")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for grader.json and grader.txt")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for faithful-grader.json and .txt")
     arguments = parser.parse_args(argv)
     for name in ("gsm8k", "math500"):
         if not (path := arguments.data / name / "test.jsonl").exists():
@@ -491,9 +491,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     bars = bars_of(results) | bars_of_forms(of_forms)
     document = {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results, "forms": of_forms}
-    write_json(arguments.out / "grader.json", document)
+    write_json(arguments.out / "faithful-grader.json", document)
     text = "\n".join([*_lines_of_forms(of_forms), *_lines(len(labels), results)]) + "\n"
-    write_text(arguments.out / "grader.txt", text)
+    write_text(arguments.out / "faithful-grader.txt", text)
     print(text, end="")
     for name, bar in bars.items():
         print(f"{name}: {bar['value']}, must be {bar['bar']}: {'holds' if bar['holds'] else 'DOES NOT HOLD'}")

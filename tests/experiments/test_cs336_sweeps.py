@@ -47,8 +47,8 @@ def test_arms_are_compared_by_seed_and_what_is_missing_is_named():
     clip, no_clip = "off_policy_4x4", "off_policy_4x4_no_clip"
     runs = [run_of(clip, 0, 0.5), run_of(clip, 1, 0.7), run_of(clip, 2, 0.6)]
     runs += [run_of(no_clip, 0, 0.6), run_of(no_clip, 1, 0.8), run_of(no_clip, 2, None, state="unfinished")]
-    results = cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep_of(*runs)})
-    assert results["missing"] == {cs336_sweeps.ABLATIONS: [f"{no_clip}-seed-2"]}
+    results = cs336_sweeps.summarise(cs336_sweeps.ABLATIONS, sweep_of(*runs))
+    assert results["missing"] == [f"{no_clip}-seed-2"]
     assert set(results["questions"]) == {
         question for question, (sweep, _) in cs336_sweeps.QUESTIONS.items() if sweep == cs336_sweeps.ABLATIONS
     }
@@ -68,7 +68,7 @@ def test_arms_are_compared_by_seed_and_what_is_missing_is_named():
 def test_a_run_whose_baseline_is_missing_has_no_difference():
     clip, no_clip = "off_policy_4x4", "off_policy_4x4_no_clip"
     runs = [run_of(clip, 0, None, state="waiting"), run_of(no_clip, 0, 0.6)]
-    arms = cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep_of(*runs)})["questions"]["clip"]["arms"]
+    arms = cs336_sweeps.summarise(cs336_sweeps.ABLATIONS, sweep_of(*runs))["questions"]["clip"]["arms"]
     assert arms[no_clip]["results"] == {"0": 0.6}
     assert (arms[no_clip]["above"], arms[no_clip]["above_interval"]) == ({}, None)
 
@@ -77,8 +77,8 @@ def test_a_run_that_nothing_rewards_any_more_is_an_answer_and_another_failure_is
     clip, no_clip = "off_policy_4x4", "off_policy_4x4_no_clip"
     runs = [run_of(clip, 0, 0.5), run_of(clip, 1, None, state="failed", failure="the disk is full")]
     runs += [run_of(no_clip, 1, None, state="failed", failure=TIED)]
-    results = cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep_of(*runs)})
-    assert results["missing"] == {cs336_sweeps.ABLATIONS: [f"{clip}-seed-1"]}
+    results = cs336_sweeps.summarise(cs336_sweeps.ABLATIONS, sweep_of(*runs))
+    assert results["missing"] == [f"{clip}-seed-1"]
     arm = results["questions"]["clip"]["arms"][no_clip]
     assert (arm["results"], arm["fell_at_step"]) == ({}, {"1": 12})
     assert list(results["questions"]["clip"]["curves"]["rollout/accuracy"][no_clip]) == ["1"]

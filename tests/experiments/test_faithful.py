@@ -138,6 +138,14 @@ def test_every_sweep_of_a_claim_is_run_and_has_its_hypothesis():
     assert [name for name in faithful.CLAIMS if f"## {name}:" not in written] == []
 
 
+@pytest.mark.parametrize("name", faithful.SCRIPTS)
+def test_a_script_has_its_results_under_its_name_and_command(name):
+    script = faithful.SCRIPTS[name][0]
+    assert (ROOT / "experiments" / script).exists()
+    results = read_json(ROOT / "experiments" / "results" / f"faithful-{name}.json")
+    assert results["command"] == f"make experiments-faithful ONLY={name}"
+
+
 @pytest.mark.parametrize("name", [name for name, claim in faithful.CLAIMS.items() if claim.begins_as])
 def test_claims_that_begin_alike_share_their_cold_start(name):
     claim = faithful.CLAIMS[name]
