@@ -342,15 +342,10 @@ class _Costs:
             )
             tokens = round(_TOKEN_SHARE * sampled.tokens)
             if tokens:
-                yield f"host: {_in_words(tokens * _HOST_BYTES / sampled.steps)} for a step's rollouts" + self._loading(layout)
+                yield f"host: {_in_words(tokens * _HOST_BYTES / sampled.steps)} for a step's rollouts"
                 disk += [f"{_in_words(tokens * _DISK_BYTES)} of rollouts"]
         on_disk = f"; disk: {', '.join(disk)}" if disk else ""
         yield f"device: {self.needed_gib(layout):,.0f} of {self.hardware.gib:,.0f} GiB{on_disk}"
-
-    def _loading(self, layout: Layout) -> str:
-        """What ranks need of a machine while each of them loads the whole model."""
-        ranks = min(layout.ranks, _DEVICES_OF_A_MACHINE)
-        return f", {ranks * 4 * self.model.num_parameters / _GIB:,.0f} GiB while {ranks} ranks load" if ranks > 1 else ""
 
     def time(self, layout: Layout) -> str:
         times = dict(zip(("sampling", "training"), self.times(layout), strict=True))
