@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.engine.model_directory import ModelFacts, directory_checksum
+from strop.engine.protocol import Entropies
 from strop.engine.publication import Publication
 from strop.types import FinishReason
 
@@ -125,3 +126,26 @@ def test_the_directory_says_what_the_server_needs(home):
     assert home.model == ModelFacts.of(MODEL)
     assert home.model.has_tokenizer
     assert home.server.capacity.total_tokens >= 8 * 256
+
+
+def test_estimated_entropies_are_a_little_too_large_and_rank_tokens_as_the_full_ones_do(home, library):
+    model, tokenizer = library
+    prompts = [tokenizer.encode(each) for each in QUESTIONS]
+
+    async def scenario():
+        engine = home.engine()
+        await publish(engine, model, version=5)
+        keys = {"max_tokens": 64, "entropies": Entropies.FULL}
+        asked = [make_request(f"e{at}", ids, seed=at, **keys) for at, ids in enumerate(prompts)]
+        return await asyncio.gather(*map(engine.complete, asked))
+
+    estimated, full = [], []
+    for ids, completion in zip(prompts, home.run(scenario()), strict=True):
+        estimated += completion.entropies
+        said = _library(model, [*ids, *completion.ids], 1.0)[len(ids) - 1 : -1]
+        full += torch.distributions.Categorical(logits=said).entropy().tolist()
+    both = torch.tensor([estimated, full])
+    figures = f"{len(full)} tokens: {both.mean(1).tolist()} nats, correlation {torch.corrcoef(both)[0, 1]:.4f}"
+    logging.getLogger(__name__).info("%s", figures)
+    assert 0 < (both[0] - both[1]).mean() < 1, figures  # see docs/engines.md
+    assert torch.corrcoef(both)[0, 1] > 0.98, figures
