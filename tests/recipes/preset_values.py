@@ -140,7 +140,7 @@ _R1 = {
     "engine.max_length": 2048 + 32768,
 }
 _R1_CLIP = _under(_METHOD, clip_low=10.0, clip_high=10.0)
-_R1_LANGUAGE = _under("stages.rl.reward.parts.language.", kind="language", weight=1.0)
+_R1_LANGUAGE = _under("stages.rl.reward.parts.language.", kind="language", language_fact="language", weight=1.0)
 _R1_REFRESH = {"every_updates": 400, "refresh_reference": True}
 
 # CS336 assignment 5.
