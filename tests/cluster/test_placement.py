@@ -1,5 +1,7 @@
 """Where ranks, engines and code services go, and what is said when they cannot be placed."""
 
+from dataclasses import replace
+
 import pytest
 
 from strop.cluster.placement import Node, Placement, Roles, place
@@ -51,6 +53,18 @@ def test_code_services_are_on_the_same_nodes_in_every_stage():
     with_trainer = place(cluster, Roles(ranks=16, trainer_nodes=2, gpus_of_rank=1, sandboxes=2))
     with_engines = place(cluster, Roles(engines=12, gpus_of_engine=2, sandboxes=2))
     assert with_trainer.sandboxes == with_engines.sandboxes
+
+
+def test_engines_that_sleep_share_the_gpus_of_the_ranks_node_by_node():
+    roles = Roles(ranks=16, gpus_of_rank=1, engines=3, gpus_of_engine=4, shares_gpus=True)
+    found = place(nodes(8, 8), roles)
+    assert ids(found.ranks) == ["0"] * 8 + ["1"] * 8
+    assert ids(found.engines) == ["0", "0", "1"]
+    assert found.devices == ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3))
+    with pytest.raises(UserError, match=r"no node for an engine on the GPUs of the trainer's ranks. .* 5 engines with 4 GPUs"):
+        place(nodes(8, 8), replace(roles, engines=5))
+    with pytest.raises(UserError, match=r"engine\.sleep: 4 ranks of the trainer are on 10\.0\.0\.0, which has 8 GPUs"):
+        place(nodes(8, 8), replace(roles, ranks=4))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from strop.runs.manifest import differences
 
 FREE_OF_ENGINES = {
     *("replicas", "slots", "stall_timeout_s", "devices", "own_process", "python", "addresses"),
-    *("start_timeout_s", "publish_timeout_s", "kv_mib"),
+    *("start_timeout_s", "publish_timeout_s", "kv_mib", "sleep"),
 }
 BOUND = {
     *("kind", "dtype", "device", "threads", "deterministic", "decode", "tensor_parallel", "eager"),  # round another way

@@ -76,6 +76,26 @@ def test_steps_that_overlap_have_engines_on_devices_of_their_own(tmp_path):
     assert "2 of 2 devices" in cost_on(small, "rl", shared, BFLOAT16.model_copy(update={"slots": 200}), MODEL).problem
 
 
+def test_engines_that_sleep_need_their_memory_only_while_the_trainer_has_no_activations(tmp_path):
+    estimate = Estimate(sampled=SAMPLED, trained=trained())
+    engine = VllmConfig(python=Path("python"), dtype="bfloat16", slots=400, max_length=1000)
+    awake, asleep = (
+        cost_on(device(tmp_path), "rl", estimate, each, MODEL).lines
+        for each in (engine, engine.model_copy(update={"sleep": True}))
+    )
+    state, batch = (16e9 + 2e9) / GIB + 1, 16_384 * 1000 * 34 * 10 * 2 / GIB
+    weights, kv = 2e9 / GIB, 400 * 1000 * 10_000 * 2 / GIB
+    sampling, training = state + weights + kv + 1, state + batch + 1
+    assert any(f"device: {sampling + batch:,.0f} of 931 GiB; disk" in line for line in awake)
+    phases = f"({sampling:,.0f} in sampling, {training:,.0f} in training)"
+    assert any(f"device: {max(sampling, training):,.0f} of 931 GiB {phases}; disk" in line for line in asleep)
+    small = device(tmp_path, memory_gb=1.05 * max(sampling, training) * GIB / 1e9)
+    assert "for this layout" not in str(cost_on(small, "rl", estimate, engine.model_copy(update={"sleep": True}), MODEL).lines)
+    assert "for this layout: --set stages.rl.trainer.max_tokens_per_microbatch=" in str(
+        cost_on(small, "rl", estimate, engine, MODEL).lines
+    )
+
+
 def test_a_row_longer_than_a_micro_batch_is_counted_whole(tmp_path):
     long = replace(trained(), longest=65_536)
     [line] = [each for each in cost_on(device(tmp_path), "rl", Estimate(trained=long), BFLOAT16, MODEL).lines if "rank" in each]

@@ -32,6 +32,7 @@ from strop.stages.loop.rollouts import StepRollouts
 from strop.training import learner
 
 APART = {"own_process": True}
+SLEEPING = {"kind": "vllm", "addresses": ["http://127.0.0.1:8000"], "max_length": 256, "sleep": True}
 STEPS = 4
 
 
@@ -329,6 +330,7 @@ def test_a_schedule_holds_for_the_step_that_it_names_however_early_it_is_played(
     [
         ({}, {}, "stages.rl.async_rollouts is set, but engine and trainer compute in one process"),
         ({"max_staleness": 1}, APART, r"stages.rl.max_staleness.*Did you mean 'async_rollouts.max_staleness'\?"),
+        ({}, SLEEPING, "stages.rl.async_rollouts plays rollouts while the trainer computes, but engine.sleep is true"),
         ({"k": -1}, APART, "async_rollouts.max_staleness.*greater than or equal to 0"),
         (
             {"method": {"kind": "grpo", "mismatch": "off"}},

@@ -1,15 +1,21 @@
 """A stage may have an engine of its own: its keys are put over those of the recipe's engine."""
 
+import asyncio
 import json
 
 import pytest
 
-from scripted_runs import RECIPE, recipe_of, run_recipe
+from engine.servers.fake_vllm import FakeVllm
+from faulty_sandbox import FaultySandbox
+from scripted_runs import RECIPE, make_recipe, recipe_of, run_recipe, sums_and_errors
 from strop.errors import ConfigError
 from strop.pipeline.plan import plan
+from strop.pipeline.run import train
 from strop.recipe.recipe import resolve
 from strop.runs.lineage import stage_keys
 from strop.runs.manifest import differences
+from strop.stages.context import Silent
+from strop.training.trainer import Trainer
 
 STAGES = {name: RECIPE["stages"][name] for name in ("base", "sft", "before", "rl")}
 
@@ -76,3 +82,39 @@ def test_a_penalty_that_sglang_may_ignore_is_refused():
 def test_the_table_is_merged_before_it_is_validated():
     tree = resolve({"engine": {"dtype": "bfloat16"}, "stages": {"a": {"kind": "eval", "engine": {"slots": 2}}}})
     assert tree["stages"]["a"]["engine"] == {"dtype": "bfloat16", "slots": 2}
+
+
+@pytest.mark.parametrize("kind", ["rl", "expert_iteration"])
+def test_a_server_on_the_trainers_gpus_sleeps_from_the_last_rollout_of_a_step_to_its_publication(kind, tmp_path, monkeypatch):
+    """Against a double: vLLM's CPU build has no sleep mode."""
+    run_recipe(tmp_path / "run", make_recipe(), until="before")
+    fake = FakeVllm(settings={"max_model_len": 256, "enable_sleep_mode": True}, num_blocks=200)
+    publication = Trainer.publication
+
+    async def noted(trainer, dtype, *, version):
+        fake.calls.append("publish")
+        return await publication(trainer, dtype, version=version)
+
+    def computing(call):
+        async def computed(*arguments):
+            assert fake.asleep == {"weights", "kv_cache"}
+            return await call(*arguments)
+
+        return computed
+
+    monkeypatch.setattr(Trainer, "publication", noted)
+    for name in ("score", "update"):
+        monkeypatch.setattr(Trainer, name, computing(getattr(Trainer, name)))
+    stage = {key: value for key, value in RECIPE["stages"]["rl"].items() if kind == "rl" or key != "method"}
+
+    async def scenario():
+        async with fake.serve() as address:
+            server = {"kind": "vllm", "addresses": [address], "max_length": 256, "slots": 18, "sleep": True}
+            recipe = recipe_of(STAGES | {"rl": stage | {"kind": kind, "engine": server}})
+            await train(recipe, tmp_path / "run", progress=Silent(), runner=FaultySandbox(answer=sums_and_errors), only=("rl",))
+
+    asyncio.run(scenario())
+    published = ["pause abort", "update", "reset"]
+    begun = [*published, "resume", "publish", *published, "resume"]  # at the opening, and before the first step
+    step = ["sleep 2", "publish", "wake weights", *published, "wake kv_cache", "resume"]
+    assert fake.calls == [*begun, *step, *step]

@@ -72,7 +72,7 @@ class Connection:
         self.placement: Placement | None = None
         self._here: str = ray.get_runtime_context().get_node_id()
         self._agents: dict[str, Any] = {}
-        self._engines_left: list[Node] = []
+        self._engines_left: list[tuple[Node, tuple[int, ...]]] = []  # with the GPUs that they share
         self._lost: set[str] = set()  # nodes that Ray may still take for alive
         self._lock = threading.Lock()
 
@@ -146,20 +146,26 @@ class Connection:
     def place(self, roles: Roles) -> Placement:
         """Set and return the placement. Raises `UserError` if the cluster is too small."""
         self.placement = place(self.nodes(), roles)
-        self._engines_left = list(self.placement.engines)
+        shared = self.placement.devices or ((),) * len(self.placement.engines)
+        self._engines_left = list(zip(self.placement.engines, shared, strict=True))
         return self.placement
 
-    def take_engine_node(self) -> Node:
-        """Return the node of the next engine of the placement; when all are there, one that can hold another engine.
+    def take_engine_node(self) -> tuple[Node, int, tuple[int, ...]]:
+        """Return the node of the next engine of the placement; when all are there, one that can hold another engine. With it
+        the number of its GPUs, or those that it shares with the trainer.
 
         Raises:
             EngineLost: no node can.
         """
         assert self.placement is not None
+        num = self.placement.gpus_of_engine
         if self._engines_left:
-            return self._engines_left.pop(0)
+            node, shared = self._engines_left.pop(0)
+            return node, 0 if shared else num, shared
+        if self.placement.devices:
+            raise EngineLost("an engine that shares the trainer's GPUs on a cluster is not replaced before the next stage.")
         try:
-            return place(self.nodes(), Roles(engines=1, gpus_of_engine=self.placement.gpus_of_engine)).engines[0]
+            return place(self.nodes(), Roles(engines=1, gpus_of_engine=num)).engines[0], num, ()
         except UserError as error:
             raise EngineLost(str(error)) from error
 
@@ -301,11 +307,11 @@ def _write(path: Path, content: bytes) -> None:
         raise MachineError(f"{path}: cannot be written: {error.strerror}. Free space in {path.parent.parent}.") from error
 
 
-def take_engine_nodes(num: int) -> list[tuple[Node, int]] | None:
-    """Return the node of each of `num` engines and its GPUs, or None if only this machine is used."""
+def take_engine_nodes(num: int) -> list[tuple[Node, int, tuple[int, ...]]] | None:
+    """Return what `take_engine_node` does for each of `num` engines, or None if only this machine is used."""
     if _connection is None or _connection.placement is None:
         return None
-    return [(_connection.take_engine_node(), _connection.placement.gpus_of_engine) for _ in range(num)]
+    return [_connection.take_engine_node() for _ in range(num)]
 
 
 def _check_listens(address: str) -> None:

@@ -33,11 +33,12 @@ class Roles:
     engines: int = 0
     gpus_of_rank: int = 0
     gpus_of_engine: int = 0
+    shares_gpus: bool = False  # engines are on the GPUs of the ranks
     sandboxes: int = 0
 
     @property
     def gpus(self) -> int:
-        return self.ranks * self.gpus_of_rank + self.engines * self.gpus_of_engine
+        return self.ranks * self.gpus_of_rank + (0 if self.shares_gpus else self.engines * self.gpus_of_engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Placement:
     sandboxes: tuple[Node, ...]
     gpus_of_rank: int = 0
     gpus_of_engine: int = 0
+    devices: tuple[tuple[int, ...], ...] = ()  # of each engine that shares those of the ranks
 
     def lines(self) -> Iterator[str]:
         """Yield a line for each node that gets something."""
@@ -98,14 +100,34 @@ def place(nodes: Sequence[Node], roles: Roles) -> Placement:
         for _ in range(num_nodes):
             node = take(f"{each} ranks of the trainer", each * roles.gpus_of_rank, other_than=ranks)
             ranks += [node] * each
-    engines = tuple(take("an engine", roles.gpus_of_engine) for _ in range(roles.engines))
+    shared = list(_shared(ranks, roles.gpus_of_engine))[: roles.engines] if roles.shares_gpus else []
+    if roles.shares_gpus and len(shared) < roles.engines:
+        raise UserError(_too_small("an engine on the GPUs of the trainer's ranks", nodes, roles))
+    engines = [node for node, _ in shared] or [take("an engine", roles.gpus_of_engine) for _ in range(roles.engines)]
     return Placement(
         ranks=tuple(ranks),
-        engines=engines,
+        engines=tuple(engines),
+        devices=tuple(devices for _, devices in shared),
         sandboxes=sandboxes,
         gpus_of_rank=roles.gpus_of_rank,
         gpus_of_engine=roles.gpus_of_engine,
     )
+
+
+def _shared(ranks: Sequence[Node], width: int) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """Yield the node and the GPUs of each engine that fits on those of the ranks.
+
+    Raises:
+        UserError: the ranks leave GPUs of a node free, so that it is not known which ones Ray gives them.
+    """
+    for node, num in Counter(ranks).items():
+        if num != int(node.all_gpus):
+            raise UserError(
+                f"engine.sleep: {num} ranks of the trainer are on {node}, which has {int(node.all_gpus)} GPUs. Engines share"
+                " GPUs of nodes where the trainer has all. Change trainer.workers or cluster.trainer_nodes, or remove the key."
+            )
+        for first in range(0, num - width + 1, width):
+            yield node, tuple(range(first, first + width))
 
 
 def _fewest_nodes(roles: Roles, free: dict[str, int]) -> int:

@@ -23,7 +23,7 @@ from strop.cluster.actor import Actor
 from strop.cluster.placement import Node
 from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import config_of, has_tokenizer
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe
+from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe, SleepingEngine
 from strop.engine.publication import Publication
 from strop.engine.published_files import naming_damage
 from strop.engine.servers.process import num_oom_kills
@@ -165,6 +165,10 @@ class ActorEngine:
             raise EngineLost(str(self._actor.lose(why)))
         self._policy_version = version
 
+    async def sleep(self) -> None:
+        """See `SleepingEngine.sleep`; of an engine that is one."""
+        await self._call("sleep")
+
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
         with contextlib.suppress(StropError, TimeoutError):  # what does not close is ended
@@ -255,6 +259,11 @@ class _HostedEngine:
 
     async def progress(self) -> int:
         return await self._engine.progress()
+
+    async def sleep(self) -> None:
+        with _naming_failures():
+            assert isinstance(self._engine, SleepingEngine)
+            await self._engine.sleep()
 
     async def close(self) -> None:
         await self._engine.close()

@@ -96,6 +96,11 @@ class AnyEngine(Config):
         """Whether requests can go on with weights that are published meanwhile."""
         return False
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether it leaves its devices to the trainer while that computes."""
+        return False
+
     def only(self, place: int) -> Self:
         """Return the config of the engine with index `place`."""
         width = len(self.devices) // self.num_engines
@@ -222,10 +227,18 @@ class VllmConfig(ServerConfig):
         default=32, ge=1, le=65_536, description="Tokens of a KV block. The prefix cache holds whole blocks only."
     )
     eager: bool = Field(default=False, description="Do not compile: starts in a third of the time, decodes more slowly.")
+    sleep: bool = Field(
+        default=False,
+        description="Share the GPUs with the trainer: a server frees its weights and KV memory while the trainer computes.",
+    )
 
     @property
     def can_keep_requests(self) -> bool:
         return True
+
+    @property
+    def sleeps(self) -> bool:
+        return self.sleep
 
 
 class SglangConfig(ServerConfig):

@@ -63,9 +63,15 @@ async def open_engines(
 
         opening = [
             ActorEngine.start(
-                model_directory, config.only(k), name=called[k], log=_log_of(called[k], folder), node=node, gpus=gpus
+                model_directory,
+                config.only(k),
+                name=called[k],
+                log=_log_of(called[k], folder),
+                environment=_seen(devices),
+                node=node,
+                gpus=gpus,
             )
-            for k, (node, gpus) in enumerate(nodes)
+            for k, (node, gpus, devices) in enumerate(nodes)
         ]
     elif isinstance(config, EngineConfig):
         check_processes(config)
@@ -90,8 +96,7 @@ async def _open_torch_engine(
     if config.is_apart:
         from strop.engine.actor import ActorEngine
 
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))} if config.devices else {}
-        return await ActorEngine.start(path, config, name=name, log=_log_of(name, logs), environment=seen)
+        return await ActorEngine.start(path, config, name=name, log=_log_of(name, logs), environment=_seen(config.devices))
     from strop.engine.torch.engine import TorchEngine
 
     return await asyncio.to_thread(TorchEngine.from_directory, path, config, detokenize=detokenize)
@@ -123,6 +128,10 @@ async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, 
         if mended is error:
             raise
         raise mended from error
+
+
+def _seen(devices: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
 
 
 def _log_of(name: str, logs: Path) -> Path:

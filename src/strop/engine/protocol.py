@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
 from strop.types import Completion, FinishReason
@@ -151,6 +151,19 @@ class InferenceEngine(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An `InferenceEngine` that can leave its devices to others."""
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV caches on the devices. `load_weights` takes it again.
+
+        Raises:
+            EngineLost: it could not.
+            StropError: completions are running or waiting; nothing was changed.
+        """
 
 
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:

@@ -266,9 +266,16 @@ class _Costs:
         return layout.ranks + engines if layout.is_apart else max(layout.ranks, engines)
 
     def needed_gib(self, layout: Layout) -> float:
-        """Of the device that needs most."""
-        rank, engine = sum(self._rank(layout)), sum(self._engine(layout))
-        return max(rank, engine) if layout.is_apart else rank + engine
+        """Of the device that needs most, in the phase that needs most."""
+        return max(self._phases(layout))
+
+    def _phases(self, layout: Layout) -> tuple[float, float]:
+        """GiB of that device while rollouts are sampled, and while the trainer computes. They differ if engines sleep."""
+        (state, activations), engine = self._rank(layout), sum(self._engine(layout))
+        if layout.is_apart or not self.engine.sleeps:
+            needed = max(state + activations, engine) if layout.is_apart else state + activations + engine
+            return needed, needed
+        return state + engine, state + activations + min(engine, _CONTEXT_GIB)
 
     def _rank(self, layout: Layout) -> tuple[float, float]:
         """GiB of a trainer's rank: its share of the weights and what belongs to them, and a micro-batch."""
@@ -344,8 +351,10 @@ class _Costs:
             if tokens:
                 yield f"host: {_in_words(tokens * _HOST_BYTES / sampled.steps)} for a step's rollouts"
                 disk += [f"{_in_words(tokens * _DISK_BYTES)} of rollouts"]
+        sampling, training = self._phases(layout)
+        phases = f" ({sampling:,.0f} in sampling, {training:,.0f} in training)" if sampling != training else ""
         on_disk = f"; disk: {', '.join(disk)}" if disk else ""
-        yield f"device: {self.needed_gib(layout):,.0f} of {self.hardware.gib:,.0f} GiB{on_disk}"
+        yield f"device: {max(sampling, training):,.0f} of {self.hardware.gib:,.0f} GiB{phases}{on_disk}"
 
     def time(self, layout: Layout) -> str:
         times = dict(zip(("sampling", "training"), self.times(layout), strict=True))

@@ -162,12 +162,14 @@ def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
     is_started = stage.opens_engines and not (isinstance(engine, ServerConfig) and engine.addresses)
     on_gpu = has_gpus if isinstance(engine, ServerConfig) else is_on_gpu.get(engine.device, True)
     width = engine.tensor_parallel if isinstance(engine, ServerConfig) else 1
+    gpus_of_rank = int(is_divided and is_on_gpu.get(trainer.device, True))
     return Roles(
         ranks=trainer.workers if is_divided else 0,
         trainer_nodes=recipe.cluster.trainer_nodes,
         engines=engine.num_engines if is_started else 0,
-        gpus_of_rank=int(is_divided and is_on_gpu.get(trainer.device, True)),
+        gpus_of_rank=gpus_of_rank,
         gpus_of_engine=width if on_gpu else 0,
+        shares_gpus=engine.sleeps and bool(gpus_of_rank) and is_started,
         sandboxes=recipe.cluster.sandbox_nodes,
     )
 

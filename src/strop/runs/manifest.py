@@ -24,7 +24,7 @@ from strop.run_directory import FORMAT_VERSION, RunDirectory, read_json, write_j
 _FREE_KEYS = re.compile(
     r"description|hardware|trackers|cluster|cluster\.\w+|scheduler\.\w+|"
     r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
-    r"kv_mib)|"
+    r"kv_mib|sleep)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
     r"stages\.[^.]+\.(async_rollouts\.(max_staleness|too_old)|size_of|give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"
     r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates|(critic\.)?optimizer\.moments)|"

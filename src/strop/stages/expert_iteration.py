@@ -42,6 +42,7 @@ class ExpertIterationRun:
         played = await self.rollouts.play(step, stage, weights)
         groups = played.groups
         watch.lap("time/rollout_s")
+        await self.rollouts.sleep()
         verdict, drops_repeats = played.verdict, stage.drop_repeats
         selections = [
             select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups

@@ -59,6 +59,7 @@ class RLRun:
         # Rollout
         played = await (self.play(step, stage, weights) if self.ahead is None else self.ahead.take(step, weights))
         groups = played.groups
+        await self.rollouts.sleep()
         watch.lap("time/ahead_wait_s" if self.ahead is not None else "")
 
         # Select

@@ -178,6 +178,7 @@ class Learner:
             failure = str(error)
             for _ in owned:  # the other ranks wait for this one's rows
                 pass
+        torch.cuda.empty_cache()  # engines may share the device, and want memory for these weights now
         of_ranks = self.world.gather((digests, failure))
         if failures := [each for _, each in of_ranks if each]:
             raise MachineError(failures[0])

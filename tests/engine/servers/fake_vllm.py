@@ -17,7 +17,10 @@ from strop.engine.servers.extension.strop_weights_proof import checksum_of, read
 
 @dataclass
 class FakeVllm:
-    """`refusal` is why its workers refuse weights; `settings` overrides what /server_info says of the model."""
+    """`refusal` is why its workers refuse weights; `settings` overrides what /server_info says of the model.
+
+    Its sleep mode is as in vLLM's documentation: nothing can be loaded or sampled while what it needs is asleep.
+    """
 
     refusal: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -28,6 +31,7 @@ class FakeVllm:
     seconds: dict[int, float] = field(default_factory=dict)  # that a completion takes, by the last id of its prompt
     version: str = "default"
     calls: list[str] = field(default_factory=list)
+    asleep: set[str] = field(default_factory=set)
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
@@ -47,6 +51,9 @@ class FakeVllm:
         router.add_post("/inference/v1/generate", self._generate)
         for path in ("pause", "resume", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"):
             router.add_post(f"/{path}", getattr(self, f"_{path}"))
+        if self.settings.get("enable_sleep_mode"):
+            router.add_post("/sleep", self._sleep)
+            router.add_post("/wake_up", self._wake_up)
 
     async def _server_info(self, request: web.Request) -> web.Response:
         if request.query.get("config_format") != "json":
@@ -63,6 +70,21 @@ class FakeVllm:
         self.calls.append(f"pause {request.query['mode']}")
         return web.json_response({"status": "paused"})
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        if self.asleep:
+            raise web.HTTPInternalServerError(text="it sleeps already")
+        self.calls.append(f"sleep {request.query['level']}")
+        self.asleep, self.version = {"weights", "kv_cache"}, "discarded"
+        return web.json_response({"status": "sleeping", "level": int(request.query["level"])})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        tags = request.query.getall("tags")
+        if not self.asleep.issuperset(tags):
+            raise web.HTTPInternalServerError(text=f"{tags} is awake")
+        self.calls.append(f"wake {' '.join(tags)}")
+        self.asleep -= set(tags)
+        return web.json_response({"status": "sleeping" if self.asleep else "awake", "tags": tags})
+
     async def _resume(self, _: web.Request) -> web.Response:
         self.calls.append("resume")
         return web.json_response({"status": "resumed"})
@@ -71,6 +93,8 @@ class FakeVllm:
         return web.json_response({"message": "Weight update started"})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
+        if "weights" in self.asleep:
+            raise web.HTTPInternalServerError(text="there is no memory for weights")
         update = (await request.json())["update_info"]
         self.calls.append("update")
         digests: list[Future[bytes]] = []
@@ -91,12 +115,17 @@ class FakeVllm:
         return web.json_response({"success": self.is_reset})
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if self.asleep:
+            raise web.HTTPInternalServerError(text=f"{self.asleep} is asleep")
         body = await request.json()
         await asyncio.sleep(self.seconds.get(body["token_ids"][-1], 0.0))
-        ids = [(body["token_ids"][-1] + 1 + index) % 67 for index in range(body["sampling_params"]["max_tokens"])]
+        params = body["sampling_params"]
+        ids = [(body["token_ids"][-1] + 1 + index) % 67 for index in range(params["max_tokens"])]
+        end = next((index for index, each in enumerate(ids) if each in params["stop_token_ids"]), None)
+        ids = ids if end is None else ids[: end + 1]
         choice = {
             "index": 0,
-            "finish_reason": "length",
+            "finish_reason": "length" if end is None else "stop",
             "token_ids": ids,
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
             "logprobs": {"content": [{"token_id": each, "logprob": -0.5} for each in ids]},

@@ -9,7 +9,8 @@ import pytest
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
 from strop.engine.protocol import Capacity
-from strop.errors import EngineLost, UserError, WeightsNotProven
+from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
+from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.stages.loop.engines import open_engine_pool
 
@@ -98,6 +99,64 @@ def test_requests_that_were_kept_fail_with_their_publication_and_so_does_what_wa
     assert fake.calls == ["pause abort", *published, "pause keep", published[0], "pause keep", *published]
 
 
+SLEEPING = {"max_model_len": 100, "enable_sleep_mode": True}
+
+
+def test_a_server_that_sleeps_samples_nothing_until_a_publication_has_brought_all_weights_back(model):
+    fake = FakeVllm(settings=SLEEPING, seconds={7: 60.0})
+
+    async def scenario(engine):
+        running = asyncio.create_task(engine.complete(make_request("a", [7])))
+        await asyncio.sleep(0.1)
+        with pytest.raises(StropError, match="while requests run or wait: a"):
+            await engine.sleep()
+        running.cancel()
+        await asyncio.wait({running})
+        for version in (1, 2):
+            await engine.sleep()
+            with pytest.raises(WeightsNotProven, match="it sleeps until the next publication"):
+                await engine.complete(make_request("b", [1]))
+            await publish(engine, make_model("llama"), version=version)
+            assert (await engine.complete(make_request("b", [1]))).policy_version == version
+            await engine.release("b")
+
+    run(model, fake, scenario, sleep=True)
+    published = ["pause abort", "update", "reset"]
+    woken = ["sleep 2", "wake weights", *published, "wake kv_cache", "resume"]
+    assert fake.calls == [*published, "resume", *woken, *woken]
+
+
+def test_weights_that_are_refused_when_a_server_wakes_are_sampled_from_only_after_others_that_are_proven(model):
+    fake = FakeVllm(settings=SLEEPING)
+
+    async def scenario(engine):
+        await engine.sleep()
+        fake.refusal = "stale"
+        with pytest.raises(WeightsNotProven, match="stale"):
+            await publish(engine, make_model("llama"), version=1)
+        assert fake.asleep == {"kv_cache"}
+        fake.refusal = ""
+        await publish(engine, make_model("llama"), version=2)
+        assert (await engine.complete(make_request("a", [1]))).policy_version == 2
+
+    run(model, fake, scenario, sleep=True)
+
+
+def test_an_engine_of_a_pool_that_cannot_sleep_ends_the_run_and_is_not_replaced_while_the_trainer_computes(model):
+    fake = FakeVllm(settings=SLEEPING)
+
+    async def scenario(engine):
+        open_another = AsyncMock()
+        pool = EnginePool([engine], open_another=open_another)
+        await pool.sleep()
+        assert fake.asleep
+        with pytest.raises(EngineLost, match=r"failed at /sleep .*: it sleeps already"):
+            await pool.sleep()
+        assert open_another.await_count == 0
+
+    run(model, fake, scenario, sleep=True)
+
+
 def test_a_block_is_as_large_as_the_server_says_and_not_as_large_as_the_recipe_says(model):
     fake = FakeVllm(block_size=128, num_blocks=11)
 
@@ -173,3 +232,5 @@ def test_a_server_that_was_started_otherwise_is_refused_with_the_setting(model, 
 
     with pytest.raises(UserError, match=match):
         run(model, fake, never)
+    with pytest.raises(UserError, match=r"it has no --enable-sleep-mode, but engine\.sleep is true"):
+        run(model, FakeVllm(), never, sleep=True)

@@ -175,6 +175,10 @@ def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp
         ("--max-logprobs", "21"),
     ):
         assert words[words.index(pair[0]) + 1] == pair[1]
+    assert "--enable-sleep-mode" not in words
+    sleeping = vllm.command_line(model, config.model_copy(update={"sleep": True}), Path("/socket folder"))
+    assert "--enable-sleep-mode" in sleeping
+    assert float(sleeping[sleeping.index("--gpu-memory-utilization") + 1]) < 0.1  # most of it may be the trainer's
     # 3 slots of 4 blocks and one to keep them in use, and one block; keys and values of 2 layers of 2 heads of 32, 2 bytes each
     assert vllm.kv_bytes(model, config) == 16 * 32 * (2 * 2 * 2 * 32) * 2
     assert vllm.kv_bytes(model, config.model_copy(update={"kv_mib": 3})) == 3 << 20

@@ -283,6 +283,13 @@ class ServerEngine:
                 for call in self._calls.values():
                     call.cancel()
 
+    async def sleep(self) -> None:
+        """See `SleepingEngine.sleep`."""
+        self._require_idle()
+        self._conversations.clear()
+        self._doubt = "it sleeps until the next publication"
+        await self._server.sleep()
+
     async def warm_up(self) -> None:
         """Have a first completion sampled: it may compile for a while, and shows whether the server can be used at all."""
         request = CompletionRequest(id="warm-up", ids=(0,), max_tokens=2, stop_ids=frozenset(), temperature=1.0, seed=0)

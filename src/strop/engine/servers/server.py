@@ -239,6 +239,10 @@ class Server(ABC, Generic[ConfigT]):
         """Let the server replace its weights by those of `directory` and forget every KV cache; from then on its answers bear
         `label`. Raises `WeightsNotProven` if it holds others then; it samples no more until it has read what it can prove."""
 
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV caches until `read_weights`. Only servers with `engine.sleep` can."""
+        raise NotImplementedError
+
     async def forward(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """Send a request in OpenAI's form: a GET without `body`, else a POST."""
         if body is None:

@@ -44,6 +44,7 @@ EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
 TRANSFER = {"backend": "strop"}  # which the extension registers
 _GENERATE = "/inference/v1/generate"
 _SOCKET = "socket"
+_FREE_AT_START = 0.05  # of a device; with the KV memory given vLLM only checks it, and a trainer has memory there
 _SHARED_FILE = re.compile(r"(/dev/shm/psm_\w+)")  # as Python's multiprocessing names them
 
 
@@ -56,6 +57,7 @@ class VllmServer(Server[VllmConfig]):
         super().__init__(client, config)
         self._folder = folder
         self._shared: set[Path] = set()
+        self._asleep: list[str] = []  # vLLM's tags of what is not in the memory of the devices
         if config.tensor_parallel > 1:  # no worker holds a whole matrix to multiply with
             how = "by names, shapes and checksum, but not by what its workers compute with"
             _log.warning("%s: with tensor_parallel = %d weights are proven %s.", client.name, config.tensor_parallel, how)
@@ -78,6 +80,7 @@ class VllmServer(Server[VllmConfig]):
 
         Requests that are kept lose their KV cache. Resumed, the server computes their context again, with the new weights.
         """
+        await self._wake("weights")
         await self._client.post("/pause", timeout_s=ASK_S, query={"mode": "keep" if keeps_requests else "abort"})
         await self._client.post("/start_weight_update", timeout_s=ASK_S)
         files = {"update_info": {"directory": str(directory), "checksum": checksum}}
@@ -90,7 +93,18 @@ class VllmServer(Server[VllmConfig]):
         reset = await self._client.post("/reset_prefix_cache", timeout_s=ASK_S, query=query)
         if not read(Done, reset, server=self.name).success:
             raise WeightsNotProven(f"{self.name} could not drop the KV cache of its older weights.")
+        await self._wake("kv_cache")
         await self._client.post("/resume", timeout_s=ASK_S)
+
+    async def sleep(self) -> None:
+        """Level 2: nothing is kept in the memory of the host, since the next publication brings all weights."""
+        await self._client.post("/sleep", timeout_s=self._config.publish_timeout_s, query={"level": "2"})
+        self._asleep = ["weights", "kv_cache"]
+
+    async def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            await self._client.post("/wake_up", timeout_s=self._config.publish_timeout_s, query={"tags": tag})
+            self._asleep.remove(tag)
 
     async def close(self) -> None:
         await super().close()
@@ -129,6 +143,7 @@ class VllmServer(Server[VllmConfig]):
             f"its logprobs_mode is {mode!r}, not 'processed_logprobs'": mode != "processed_logprobs",
             f"its dtype is {model.dtype}, but engine.dtype is {config.dtype}": config.dtype not in (model.dtype or ""),
             f"its weight_transfer_config is not {json.dumps(TRANSFER)}": transfer is None or transfer.backend != "strop",
+            "it has no --enable-sleep-mode, but engine.sleep is true": config.sleep and not model.enable_sleep_mode,
         }
         self._refuse(wrong, length=model.max_model_len)
 
@@ -157,7 +172,11 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         # Logits of a trained model are around 20, where bfloat16 goes in steps of an eighth: most of the gap to the trainer.
         options["--hf-overrides"] = '{"head_dtype": "float32"}'
     flags = ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    return command_of(module, options, [*flags, *(["--enforce-eager"] if config.eager else [])], model, config)
+    flags += ["--enforce-eager"] if config.eager else []
+    if config.sleep:
+        flags.append("--enable-sleep-mode")
+        options["--gpu-memory-utilization"] = _FREE_AT_START
+    return command_of(module, options, flags, model, config)
 
 
 def environment(config: VllmConfig) -> dict[str, str]:
@@ -271,6 +290,7 @@ class ModelSettings(Said):
     logprobs_mode: str | None = None
     dtype: str | None = None
     max_model_len: int = 0
+    enable_sleep_mode: bool = False
 
 
 class TransferSettings(Said):

@@ -13,6 +13,7 @@ from strop.engine.protocol import (
     Capacity,
     CompletionRequest,
     InferenceEngine,
+    SleepingEngine,
     check_completion,
 )
 from strop.engine.publication import Publication
@@ -136,6 +137,15 @@ class EnginePool:
             await self.replacement_settled()
         self._check_not_empty()
         return self._checksum
+
+    async def sleep(self) -> None:
+        """Let all engines leave their devices to the trainer until the next publication.
+
+        Raises:
+            EngineLost: an engine did not. In its place none is opened, since there would be no memory for it.
+        """
+        engines = [pooled.engine for pooled in self._engines.values()]
+        await asyncio.gather(*(engine.sleep() for engine in engines if isinstance(engine, SleepingEngine)))
 
     @asynccontextmanager
     async def batch(self, *, shared: bool = False) -> AsyncIterator[RolloutBatch]:

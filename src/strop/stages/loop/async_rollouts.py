@@ -68,6 +68,9 @@ class AsyncRolloutsConfig(Config):
         if self.max_staleness and not engine.is_apart:
             why = "is set, but engine and trainer compute in one process, where they would take turns"
             yield ConfigError(f"{key} {why}. Use a server engine, or Ray with engine.own_process = true.")
+        if self.max_staleness and engine.sleeps:
+            why = "plays rollouts while the trainer computes, but engine.sleep is true: engines sleep meanwhile"
+            yield ConfigError(f"{key} {why}. Leave one of them out.")
         if self.partial and not engine.can_keep_requests:
             why = f"is true, but engines of kind {engine.kind!r} end their requests when they take weights"
             yield ConfigError(f"{key}.partial {why}. Leave it out, or use another kind.")

@@ -205,6 +205,7 @@ class StepRollouts:
         """Raises `UserError` if there are no tasks, or no engine can hold a rollout of them."""
         self.player, self._context, self._stage = player, player.context, stage
         self.reuse: Callable[[int, Rollouts], Rollouts] | None = None  # in flight over publications: `StepLedger`'s, by step
+        self._sleeps = player.context.recipe.engine.sleeps
         self._sources: list[tuple[TaskSource, TaskSource]] = []
         for each in stage.with_each_tasks():
             source = tasks_to_play(player.context, each)
@@ -215,6 +216,11 @@ class StepRollouts:
         """Give the trainer's weights to every engine; returns their checksum."""
         in_flight = self.reuse is not None
         return await self.player.publish(trainer, version=version, lasts=self._stage.staleness > 0, keeps_requests=in_flight)
+
+    async def sleep(self) -> None:
+        """The rollouts of a step are played: leave the devices to the trainer, if `engine.sleep` says so."""
+        if self._sleeps:
+            await self.player.pool.sleep()
 
     def tasks_of(self, stage: RolloutKeys) -> TaskSource:
         """The tasks of `stage`, as its schedule has it now."""
