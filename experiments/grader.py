@@ -27,10 +27,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from grader_forms import HELD_OUT, NEW, FormSet
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
 
 from strop.rewards import MathReward, Reward, SumReward, make_reward, math_text
 from strop.rewards.form import F1Part
@@ -377,7 +380,21 @@ def make_cases(labels: Sequence[Label], seed: int) -> list[Case]:
 
 
 FORMS = {"new": NEW, "held out": HELD_OUT}
-OF_FORMS = ("math", "math, math_verify")  # judged on these forms; TRL's accuracy reward is math_verify, too
+OF_FORMS = ("math", "math, math_verify")  # judged on these forms, next to TRL
+
+
+@cache
+def trl_accepts(label: str, answer: str) -> bool:
+    """The verdict of TRL 1.16's `accuracy_reward` on a boxed answer; it skips labels that it cannot read."""
+    normalization = NormalizationConfig(units=True)
+    boxed_first = LatexExtractionConfig(
+        normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    gold = parse(label, parsing_timeout=10)
+    found = parse(
+        rf"It is \boxed{{{answer}}}.", extraction_config=[boxed_first], extraction_mode="first_match", parsing_timeout=10
+    )
+    return bool(gold) and verify(gold, found, timeout_seconds=5)
 
 
 def form_cases(labels: Sequence[Label], forms: FormSet) -> list[Case]:
@@ -488,6 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, forms in FORMS.items():
         cases = form_cases(labels, forms)
         of_forms[name] = {each: summarise_forms(cases, asyncio.run(judge(cases, GRADERS[each]))) for each in OF_FORMS}
+        of_forms[name]["TRL"] = summarise_forms(cases, [trl_accepts(case.label.text, case.answer) for case in cases])
     arguments.out.mkdir(parents=True, exist_ok=True)
     bars = bars_of(results) | bars_of_forms(of_forms)
     document = {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results, "forms": of_forms}
@@ -521,13 +539,13 @@ def bars_of_forms(of_forms: dict[str, Any]) -> dict[str, Any]:
 def _lines_of_forms(of_forms: dict[str, Any]) -> Iterator[str]:
     for name, graders in of_forms.items():
         for verb, title in (("rejected", "equal answers, rejected"), ("accepted", "near misses, accepted")):
-            tables = {grader: graders[grader][verb] for grader in OF_FORMS}
+            tables = {grader: of_grader[verb] for grader, of_grader in graders.items()}
             first = tables[OF_FORMS[0]]
             yield f"## forms {name}: {first['num']} {title}"
-            yield f"  {'':<30} {'of':>6}" + "".join(f"  {grader:>18}" for grader in OF_FORMS)
-            yield f"  {'all':<30} {first['num']:>6}" + "".join(f"  {tables[grader]['share']:>18.2%}" for grader in OF_FORMS)
+            yield f"  {'':<30} {'of':>6}" + "".join(f"  {grader:>18}" for grader in tables)
+            yield f"  {'all':<30} {first['num']:>6}" + "".join(f"  {tables[grader]['share']:>18.2%}" for grader in tables)
             for kind, (num, _) in first["by_kind"].items():
-                counts = "".join(f"  {tables[grader]['by_kind'][kind][1]:>18}" for grader in OF_FORMS)
+                counts = "".join(f"  {tables[grader]['by_kind'][kind][1]:>18}" for grader in tables)
                 yield f"  {kind:<30} {num:>6}{counts}"
             yield ""
 
