@@ -8,6 +8,7 @@ environment of its own. Prints tables and writes results/engine.{json,txt}. `mak
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -36,7 +37,11 @@ from engine_workload import (
 from rich.console import Console
 from rich.table import Table
 
+from strop.engine.config import EngineConfig
+from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.drafts import DraftTimes
+from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.kv_cache import Row, StepShape
 from strop.engine.torch.sampling import draw
 from strop.engine.torch.weights import PublishedWeights
@@ -54,6 +59,11 @@ VLLM = {
 }
 GENERATE_BAR, VLLM_BAR, MEMORY_BAR, CEILING_AIM = 2.5, 2.0, 1.1, 0.5
 ROWS = 64
+TAIL_QUESTION = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."
+    " How many clips did Natalia sell altogether in April and May?"
+)
+TAIL_TOKENS, TAIL_ROUNDS = 96, 5
 
 
 class Player:
@@ -171,6 +181,62 @@ def measure_step(model: Path) -> dict[str, float]:
     }
 
 
+def measure_tail(model: Path, dtype: str = "bfloat16", threads: int | None = None) -> dict[str, float]:
+    """Of the last 4 of 16 attempts at a problem, when the others have ended: seconds with drafts and without, and tokens.
+
+    Also the seconds of all threads, which say more on a busy machine.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    question = [{"role": "user", "content": TAIL_QUESTION}]
+    ids = tuple(tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=True, return_dict=False))
+    config = EngineConfig(slots=ROWS, max_length=MAX_LENGTH, dtype=dtype, device="cpu", threads=threads)
+    choose = DraftTimes.choose
+
+    async def play(number: int) -> tuple[float, float, list[Any]]:
+        async def complete(attempts: range) -> list[Any]:
+            requests = [
+                CompletionRequest(
+                    id=f"{number}/{each}",
+                    ids=ids,
+                    max_tokens=TAIL_TOKENS,
+                    stop_ids=frozenset({tokenizer.eos_token_id}),
+                    temperature=1.0,
+                    seed=16 * number + each,
+                )
+                for each in attempts
+            ]
+            completions = await asyncio.gather(*map(engine.complete, requests))
+            for request in requests:
+                await engine.release(request.id)
+            return completions
+
+        await complete(range(12))
+        started, busy = time.perf_counter(), time.process_time()
+        late = await complete(range(12, 16))
+        return time.perf_counter() - started, time.process_time() - busy, late
+
+    engine = TorchEngine.from_directory(model, config)
+    names = ("with", "without")
+    seconds, busy_s, drafted, num = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), 0, 0
+    with asyncio.Runner() as runner:
+        for number in range(TAIL_ROUNDS):
+            bits = []
+            for name in names[:: 1 if number % 2 else -1]:
+                DraftTimes.choose = choose if name == "with" else lambda *_: 0  # type: ignore[method-assign]
+                taken, busy, late = runner.run(play(number))
+                bits.append([(each.ids, each.logprobs) for each in late])
+                if number:  # the first round measures the lengths
+                    seconds[name] += taken
+                    busy_s[name] += busy
+                    drafted += sum(each.drafted_tokens for each in late)
+                    num += len([token for each in late for token in each.ids])
+            assert bits[0] == bits[1]
+        runner.run(engine.close())
+    DraftTimes.choose = choose  # type: ignore[method-assign]
+    shares = {f"{name}_s": seconds[name] for name in names} | {f"{name}_cpu_s": busy_s[name] for name in names}
+    return {**shares, "tokens": num / 2, "drafted_tokens": drafted, "speedup": seconds["without"] / seconds["with"]}
+
+
 def measure(model: Path, vllm_python: Path, console: Console) -> dict[str, Any]:
     here = Path(sys.executable)
     engines = [
@@ -184,7 +250,7 @@ def measure(model: Path, vllm_python: Path, console: Console) -> dict[str, Any]:
             environment={"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING"},
         ),
     ]
-    step = measure_step(model)
+    step, tail = measure_step(model), measure_tail(model)
     chosen, sweep = {}, {}
     for engine in engines:
         chosen[engine.name], sweep[engine.name] = engine.best(model, console)
@@ -209,6 +275,7 @@ def measure(model: Path, vllm_python: Path, console: Console) -> dict[str, Any]:
         "tokens_per_s": {name: rate(player.seconds) for name, player in players.items()},
         "rounds_s": {name: player.seconds for name, player in players.items()},
         "step": step,
+        "tail": tail,
         "memory": memory_of(model, memory),
     }
 
@@ -255,6 +322,11 @@ def show(figures: dict[str, Any], bars: dict[str, dict[str, Any]], console: Cons
     console.print(
         f"A step of {ROWS} rows over 256 columns takes {step['step_ms']:.1f} ms, {step['products_ms']:.1f} ms of them matrix"
         f" products ({ROWS / step['products_ms'] * 1e3:.0f} tokens/s, the ceiling), and sampling {step['sampling_ms']:.1f} ms."
+    )
+    tail = figures["tail"]
+    console.print(
+        f"The last 4 of 16 attempts at a problem: {tail['without_s']:.1f} s without drafts, {tail['with_s']:.1f} s with"
+        f" them, which had {tail['drafted_tokens']:.0f} of {tail['tokens']:.0f} tokens right."
     )
     memory = figures["memory"]
     console.print(

@@ -155,6 +155,7 @@ class Completion:
     spans: tuple[tuple[int, int], ...]  # (policy version, number of tokens), in order
     finish_reason: FinishReason
     cached_tokens: int  # how many of the request's ids were not computed again
+    drafted_tokens: int = field(default=0, compare=False)  # how many of `ids` took no step of the engine; depends on its load
 
     def __post_init__(self) -> None:
         """Keep the sequences in little memory: a step of a paper has tens of millions of tokens."""

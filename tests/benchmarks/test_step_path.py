@@ -17,4 +17,4 @@ def test_a_step_of_the_demo_enters_no_further_files() -> None:
     assert int(files) <= 61  # measured: 59, of which some depend on timing; goal: 60
     # Measured: 11 335, 150 of them for publications that engines of other processes read, 130 for completions of several
     # versions and batches that steps share, 50 for a cluster and the queue of the sandbox; goal: 7 000.
-    assert int(lines) <= 11_400
+    assert int(lines) <= 11_415

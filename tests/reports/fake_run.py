@@ -173,6 +173,7 @@ def _scheduler_metrics(rollout_s: float, latency_s: float, chance: random.Random
         "scheduler/tool_run_mean_s": latency_s,
         "scheduler/longest_rollout_s": 0.7 * rollout_s,
         "scheduler/longest_rollout_tokens": chance.randint(180, 256),
+        "scheduler/drafted_tokens": chance.randint(0, 400),
         "scheduler/cached_token_share": chance.uniform(0.9, 0.95),
         "scheduler/row_share": share,
         "scheduler/row_share/engine-0": share,

@@ -101,7 +101,7 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
         key = trajectory.key
         rollout = TRAJECTORY.dump_python(trajectory, mode="json")
         for said in rollout["turns"]:  # without what depends on the clock or the load of an engine: these rows repeat
-            said["completion"]["cached_tokens"] = 0
+            said["completion"] |= {"cached_tokens": 0, "drafted_tokens": 0}
             for call in said["calls"]:
                 call["duration_s"] = 0.0
         return {

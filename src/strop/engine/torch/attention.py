@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -48,13 +49,20 @@ class _AlikeChunks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _RowsOfSlots:
+    """Rows of different slots: they are attended to together."""
+
+    slots: Tensor  # (rows,)
+    mask: Tensor  # (slots * kv_heads, 1, L)
+    spans: tuple[tuple[slice, ...], ...] = ()  # by block of columns: the slots that read it; empty: all read all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPlan:
     num_real: int
     place: tuple[Tensor | slice, ...]  # of keys and values
     rotation: tuple[Tensor, Tensor]
-    row_slots: Tensor  # (rows,)
-    row_mask: Tensor  # (slots * kv_heads, 1, L)
-    row_spans: tuple[tuple[slice, ...], ...]  # by block of columns: the slots that read it; empty: all read all
+    rows: tuple[_RowsOfSlots, ...]  # the last tokens, then drafts by their distance from them
     alike: tuple[_AlikeChunks, ...]
     num_slots: int  # whose caches the rows' attention covers
     num_columns: int  # of each that it reads
@@ -85,16 +93,13 @@ class TorchAttention:
         return normed
 
     def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> TorchPlan:
-        row_slots = tokens.slots[: tokens.num_rows]
-        row_positions = torch.zeros(shape.num_slots, dtype=torch.int64, device=self._device)
-        row_positions[row_slots] = tokens.positions[: tokens.num_rows]
+        starts = [place for place, row in enumerate(rows) if not place or row.slot <= rows[place - 1].slot]
+        parts = [slice(start, stop) for start, stop in pairwise([*starts, len(rows)])]
         return TorchPlan(
             num_real=tokens.num_real,
             place=self._cache.place(tokens.slots[: tokens.num_real], tokens.positions[: tokens.num_real]),
             rotation=(self._cos[tokens.positions], self._sin[tokens.positions]),
-            row_slots=row_slots,
-            row_mask=self._row_mask(row_positions, shape.num_columns),
-            row_spans=self._spans(rows, shape),
+            rows=tuple(self._rows_of_slots(tokens, rows, part, shape) for part in parts),
             alike=self._alike(chunks, tokens.num_rows),
             num_slots=shape.num_slots,
             num_columns=shape.num_columns,
@@ -106,9 +111,7 @@ class TorchAttention:
             num_real=tokens.num_real,
             place=self._cache.place(tokens.slots, tokens.positions),
             rotation=(self._cos[tokens.positions], self._sin[tokens.positions]),
-            row_slots=tokens.slots,
-            row_mask=self._row_mask(tokens.positions, num_columns),
-            row_spans=(),
+            rows=(_RowsOfSlots(slots=tokens.slots, mask=self._row_mask(tokens.positions, num_columns)),),
             alike=(),
             num_slots=len(tokens.slots),
             num_columns=num_columns,
@@ -128,10 +131,11 @@ class TorchAttention:
         query, key, value = self._turned(layer, qkv, plan.rotation)
         keys[plan.place] = key[: plan.num_real]
         values[plan.place] = value[: plan.num_real]
-        num_rows = len(plan.row_slots)
-        rows = query.new_zeros(0, query.shape[1] * query.shape[2])
-        if num_rows:
-            rows = self._attend_rows(query[:num_rows], keys, values, plan)
+        num_rows, parts = 0, [query.new_zeros(0, query.shape[1] * query.shape[2])]
+        for part in plan.rows:
+            parts.append(self._attend_rows(query[num_rows : num_rows + len(part.slots)], keys, values, part, plan))
+            num_rows += len(part.slots)
+        rows = torch.cat(parts)
         if not with_chunks or not plan.alike:
             return rows
         attended = query.new_zeros(len(query), rows.shape[1])
@@ -153,6 +157,13 @@ class TorchAttention:
             rotated = torch.cat((query, key), 1)
         rotated = _rotate(rotated, *rotation)
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], value
+
+    def _rows_of_slots(self, tokens: Tokens, rows: Sequence[Row], part: slice, shape: StepShape) -> _RowsOfSlots:
+        slots = tokens.slots[part]
+        positions = torch.zeros(shape.num_slots, dtype=torch.int64, device=self._device)
+        positions[slots] = tokens.positions[part]
+        mask = self._row_mask(positions, shape.num_columns)
+        return _RowsOfSlots(slots=slots, mask=mask, spans=self._spans(rows[part], shape))
 
     def _spans(self, rows: Sequence[Row], shape: StepShape) -> tuple[tuple[slice, ...], ...]:
         """Which slots each block of columns is read by; nothing where most blocks are read by most slots."""
@@ -200,23 +211,23 @@ class TorchAttention:
             mask=mask.reshape(len(placed) * num_kv_heads, num_shared * size, num_columns),
         )
 
-    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, plan: TorchPlan) -> Tensor:
+    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, of: _RowsOfSlots, plan: TorchPlan) -> Tensor:
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = self._architecture.num_kv_heads
         is_dense = num_rows == plan.num_slots
         by_slot = query if is_dense else query.new_zeros(plan.num_slots, num_heads, head_dim)
         if not is_dense:
-            by_slot[plan.row_slots] = query
+            by_slot[of.slots] = query
         grouped = by_slot.reshape(plan.num_slots * num_kv_heads, -1, head_dim)
         key_blocks = self._cache.first_rows(keys, plan.num_slots, plan.num_columns)
         value_blocks = self._cache.first_rows(values, plan.num_slots, plan.num_columns)
-        if plan.row_spans:
-            spans = [[slice(span.start * num_kv_heads, span.stop * num_kv_heads) for span in of] for of in plan.row_spans]
-            attended = _attend_where(grouped, key_blocks, value_blocks, plan.row_mask, spans)
+        if of.spans:
+            spans = [[slice(span.start * num_kv_heads, span.stop * num_kv_heads) for span in block] for block in of.spans]
+            attended = _attend_where(grouped, key_blocks, value_blocks, of.mask, spans)
         else:
-            attended = _attend(grouped, key_blocks, value_blocks, plan.row_mask)
+            attended = _attend(grouped, key_blocks, value_blocks, of.mask)
         attended = attended.view(plan.num_slots, -1)
-        return attended if is_dense else attended[plan.row_slots]
+        return attended if is_dense else attended[of.slots]
 
     def _attend_chunks(self, query: Tensor, keys: Tensor, values: Tensor, chunks: _AlikeChunks) -> Tensor:
         """(chunks * C, heads * head_dim)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -15,6 +16,7 @@ from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes
+from strop.engine.torch.drafts import DraftTimes
 from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
 from strop.engine.torch.sampling import draw
 from strop.engine.torch.truncation import DrawLimits, limited
@@ -40,6 +42,7 @@ class Job:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     has_stop_string: bool = False
+    num_drafted: int = 0  # tokens that were drawn after a draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Batch:
         self._arrived: list[Job] = []  # while weights change
         self._running: dict[Conversation, Job] = {}  # in order of their start
         self._static = open_static_steps(config, decoder)
+        self._draft_times = DraftTimes()
 
     @property
     def is_running(self) -> bool:
@@ -116,13 +120,15 @@ class Batch:
         elif self._static is not None and chunks:
             self._compute((), chunks)
             chunks = []
-        rows = [self._row(each) for each in ready]
+        rows = [self._row(each, each.ids[-1], 0) for each in ready]
         if self._static is not None and rows and not any(row.limits for row in rows):
-            self._take(ready, self._static.step(rows, self.sizes))
-        elif rows or chunks:
+            self._take(rows, ready, self._static.step(rows, self.sizes))
+        elif chunks or any(row.limits for row in rows):
             logits = self._compute(rows, chunks)
             if rows:
-                self._take(ready, self._draw(rows, logits))
+                self._take(rows, ready, self._draw(rows, logits))
+        elif rows:
+            self._step_with_drafts(rows, ready)
 
     def discard(self, request_id: str) -> None:
         """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""
@@ -224,10 +230,10 @@ class Batch:
             num_columns = source.lineage[request.extends].reusable_by(request)
             lineage = source.lineage_of_fork(request.at, num_columns)
             if self._table.is_released(source):
-                conversation = self._table.open(request, lineage, slot=source.slot, num_computed=num_columns)
+                conversation = self._table.open(request, lineage, source=source, slot=source.slot, num_computed=num_columns)
                 job.cached_tokens, source = num_columns, None
             else:
-                conversation = self._table.open(request, lineage)
+                conversation = self._table.open(request, lineage, source=source)
         else:
             source, num_columns = self._table.with_opening(request.ids), len(request.ids) - 1
             conversation = self._table.open(request, {}, opening=request.ids)
@@ -274,15 +280,34 @@ class Batch:
                 conversation.num_computed = start
         return chunks
 
-    def _row(self, conversation: Conversation) -> Row:
+    def _step_with_drafts(self, rows: list[Row], ready: list[Conversation]) -> None:
+        """Compute drafts where the products of the step would be padded, as many as pay. Without them each bit is the same."""
+        started = time.perf_counter()
+        num_before = sum(len(each.ids) for each in ready)
+        can_repeat = self.sizes.is_invariant or not self._config.deterministic
+        most = next(size for size in self.sizes.tokens if size >= len(rows)) // len(rows) - 1 if can_repeat else 0
+        longest = self._draft_times.choose(most)
+        num_left = {each: len(job.uniforms) - len(job.ids) for each, job in self._running.items()}
+        drafts = {each: each.attempts.draft(each, longest)[: num_left[each] - 1] for each in ready}
+        drafted = [(each, place) for place in range(longest) for each in ready if place < len(drafts[each])]
+        rows += [self._row(each, drafts[each][place], place + 1) for each, place in drafted]
+        self._take(rows, [*ready, *(each for each, _ in drafted)], self._draw(rows, self._compute(rows, ())))
+        if most:
+            num_drawn = sum(len(each.ids) for each in ready) - num_before
+            self._draft_times.note(longest if drafted else 0, time.perf_counter() - started, num_drawn / len(ready))
+
+    def _row(self, conversation: Conversation, last: int, num_drafts: int) -> Row:
+        """Return a conversation's last id, or the draft `last`, which is so many ids after it."""
         job = self._running[conversation]
+        num_drawn = len(job.ids) + num_drafts
         return Row(
             slot=conversation.slot,
-            id=conversation.ids[-1],
-            position=len(conversation.ids) - 1,
-            uniform=job.uniforms[len(job.ids)],
+            id=last,
+            position=len(conversation.ids) - 1 + num_drafts,
+            is_draft=num_drafts > 0,
+            uniform=job.uniforms[num_drawn],
             temperature=job.request.temperature,
-            banned=tuple(job.request.stop_ids) if len(job.ids) < job.request.min_tokens else (),
+            banned=tuple(job.request.stop_ids) if num_drawn < job.request.min_tokens else (),
             limits=_limits(job.request, conversation.ids),
         )
 
@@ -291,7 +316,7 @@ class Batch:
         shape = self.sizes.shape(
             num_rows=len(rows),
             num_chunk_tokens=sum(len(chunk.ids) for chunk in chunks),
-            num_slots=rows[-1].slot + 1 if rows else 1,
+            num_slots=max((row.slot + 1 for row in rows), default=1),
             num_columns=max((row.position + 1 for row in rows), default=1),
         )
         return self._decoder.step(rows, chunks, shape)
@@ -312,12 +337,15 @@ class Batch:
             drawn[2, place] = entropy
         return drawn
 
-    def _take(self, ready: Sequence[Conversation], drawn: Tensor) -> None:
-        """Append the drawn tokens, and end the requests that are done."""
+    def _take(self, rows: Sequence[Row], of: Sequence[Conversation], drawn: Tensor) -> None:
+        """Append the drawn tokens, and end the requests that are done. What was drawn after a wrong draft is dropped."""
         if not drawn[1].isfinite().all():
             raise EngineLost("the model's logits are not finite: the published weights are broken.")
-        for conversation, (drawn_id, logprob, entropy) in zip(ready, drawn.T.tolist(), strict=True):
-            job, token = self._running[conversation], int(drawn_id)
+        for row, conversation, (drawn_id, logprob, entropy) in zip(rows, of, drawn.T.tolist(), strict=True):
+            ids, job, token = conversation.ids, self._running.get(conversation), int(drawn_id)
+            if job is None or (row.position, row.id) != (len(ids) - 1, ids[-1]):
+                continue
+            job.num_drafted += row.is_draft
             job.ids.append(token)
             job.logprobs.append(logprob)
             job.entropies.append(entropy)
@@ -354,6 +382,7 @@ class Batch:
                 spans=tuple(self._spans(job)),
                 finish_reason=finish_reason,
                 cached_tokens=job.cached_tokens,
+                drafted_tokens=job.num_drafted,
             ),
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture
 from strop.engine.protocol import CompletionRequest
+from strop.engine.torch.drafts import Attempts
 
 if TYPE_CHECKING:
     from strop.engine.torch.truncation import DrawLimits
@@ -42,11 +43,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The last token of one conversation, and how the token after it is drawn. The rows of a step are in order of slots."""
+    """The last token of one conversation, or a draft after it, and how the token after it is drawn.
+
+    The rows of a step are in order of slots; drafts follow, those next to the last tokens first, each in order of slots.
+    """
 
     slot: int
     id: int
     position: int
+    is_draft: bool = False
     uniform: float = 0.0
     temperature: float = 1.0
     banned: Sequence[int] = ()  # ids that must not be drawn
@@ -181,6 +186,7 @@ class Conversation:
     opening: tuple[int, ...]  # the prompt that its first request began with; empty for a fork
     num_computed: int  # columns whose KV is there
     tail: str  # the newest request; releasing it gives the slot back
+    attempts: Attempts  # at the prompt that it, or what it was forked from, began with
     lineage: dict[str, Share] = field(default_factory=dict)  # by request
     is_running: bool = True
 
@@ -279,13 +285,18 @@ class ConversationTable:
         lineage: dict[str, Share],
         *,
         opening: tuple[int, ...] = (),
+        source: Conversation | None = None,
         slot: int | None = None,
         num_computed: int = 0,
     ) -> Conversation:
-        """Give `request` a free slot; or `slot`, of a released conversation whose first `num_computed` columns it needs."""
+        """Give `request` a free slot; or `slot`, of a released conversation whose first `num_computed` columns it needs.
+
+        `source` is the conversation that `request` forks, if it does.
+        """
         if slot is None:
             empty = self._free - self._released.keys()
             slot = min(empty) if empty else next(iter(self._released))
+        alike = [each for each in (*self, *self._released.values()) if (opening and each.opening == opening) or each is source]
         self._take(slot)
         self._forget(request.id)
         conversation = Conversation(
@@ -294,9 +305,11 @@ class ConversationTable:
             opening=opening,
             num_computed=num_computed,
             tail=request.id,
+            attempts=alike[0].attempts if alike else Attempts(),
             lineage={**lineage, request.id: Share(num_ids=len(request.ids), num_computed=len(request.ids))},
         )
         self._conversations[request.id] = conversation
+        conversation.attempts.join(conversation)
         return conversation
 
     def _take(self, slot: int) -> None:

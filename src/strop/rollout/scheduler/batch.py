@@ -40,7 +40,7 @@ class RolloutBatch:
         self.scheduler = make_scheduler(pool.config)
         self._leases: dict[RolloutKey, Lease] = {}
         self._releasing: set[asyncio.Task[None]] = set()
-        self._cached_tokens = self._request_tokens = 0
+        self._cached_tokens = self._request_tokens = self._drafted_tokens = 0
         self._branch_cached_tokens = self._branch_tokens = 0
         self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a request, by its id
 
@@ -140,12 +140,13 @@ class RolloutBatch:
             evictions=self.num_evictions,
             cached_tokens=self._cached_tokens,
             request_tokens=self._request_tokens,
+            drafted_tokens=self._drafted_tokens,
             branch_cached_tokens=self._branch_cached_tokens,
             branch_tokens=self._branch_tokens,
             lost_before=lost_before,
         )
         self._reported_s, scheduler.ledger = ended_s, Ledger()
-        self.num_evictions = self._cached_tokens = self._request_tokens = 0
+        self.num_evictions = self._cached_tokens = self._request_tokens = self._drafted_tokens = 0
         self._branch_cached_tokens = self._branch_tokens = 0
         for usage in scheduler.usage.values():
             usage.rows.forget()
@@ -188,6 +189,7 @@ class RolloutBatch:
             raise EngineRemovedError(str(error)) from error
         self._cached_tokens += completion.cached_tokens
         self._request_tokens += len(request.ids)
+        self._drafted_tokens += completion.drafted_tokens
         return completion
 
     def free_memory(self, engine: PooledEngine, request_id: str) -> None:

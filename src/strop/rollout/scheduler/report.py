@@ -149,6 +149,7 @@ class BatchReport:
     evictions: int
     cached_tokens: int
     request_tokens: int
+    drafted_tokens: int
     branch_cached_tokens: int
     branch_tokens: int  # that branches share with their parents
     lost_before: tuple[str, ...]  # engines that were lost between the previous batch and this one
@@ -162,6 +163,7 @@ class BatchReport:
             "scheduler/restarts": float(ledger.runs["restart"]),
             "scheduler/evictions": float(self.evictions),
             "scheduler/queue_max": self.queue.max,
+            "scheduler/drafted_tokens": float(self.drafted_tokens),
             **ledger.as_metrics("lost_turns", "recomputed_tokens", "moved_tokens", "branches_queued"),
             **ledger.as_metrics("longest_rollout_s", "longest_rollout_tokens"),
         }
