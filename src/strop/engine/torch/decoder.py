@@ -192,7 +192,7 @@ def _covering(sizes: Sequence[int], number: int) -> int:
 def all_sizes(decoder: Decoder) -> StepSizes:
     """Return the candidate sizes: at most 8 of slots, 3 of rows, 3 of chunk tokens next to all rows, 20 KV lengths."""
     slots = _evenly_up_to(decoder.num_slots, _ROW_STEP, _MAX_ROW_SIZES)
-    rows = _evenly_up_to(decoder.num_slots, _ROW_STEP, _MAX_PRODUCT_SIZES)
+    rows = _evenly_up_to(_most_rows(decoder), _ROW_STEP, _MAX_PRODUCT_SIZES)
     chunk_sizes = _evenly_up_to(CHUNK_BUDGET, _ROW_STEP, _CHUNK_SIZES)
     return StepSizes(
         tokens=(*rows, *(rows[-1] + size for size in chunk_sizes)),
@@ -201,6 +201,11 @@ def all_sizes(decoder: Decoder) -> StepSizes:
         can_mix=True,
         is_invariant=False,
     )
+
+
+def _most_rows(decoder: Decoder) -> int:
+    """Rows of the largest step. Kernels compute the last row of an odd number in another way."""
+    return -(-decoder.num_slots // _ROW_STEP) * _ROW_STEP
 
 
 def _evenly_up_to(largest: int, unit: int, max_sizes: int) -> tuple[int, ...]:
@@ -219,29 +224,29 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
     and empty afterwards.
     """
     every = all_sizes(decoder)
-    most_rows, most_columns = decoder.num_slots, decoder.num_columns
+    most_rows, most_slots, most_columns = _most_rows(decoder), decoder.num_slots, decoder.num_columns
     decoder.cache.fill(torch.Generator().manual_seed(0))
     position = min(KV_STEP, most_columns) * 2 // 3
 
-    def logits(slots: Sequence[int], num_tokens: int, num_slots: int, num_columns: int) -> torch.Tensor:
-        rows = [Row(slot=slot, id=0, position=position) for slot in slots]
+    def logits(num_slots: int, num_tokens: int, num_columns: int) -> torch.Tensor:
+        rows = [Row(slot=slot, id=0, position=position) for slot in range(min(num_slots, num_tokens))]
         num_rows = min(num_tokens, most_rows)
         shape = StepShape(num_tokens=num_tokens, num_rows=num_rows, num_slots=num_slots, num_columns=num_columns)
         return decoder.step(rows, (), shape, num_layers=2)
 
-    reference = logits(range(most_rows), most_rows, most_rows, most_columns)[:1]
+    reference = logits(most_slots, most_rows, most_columns)[:1]
 
     def agreeing(sizes: Sequence[int], of_size: Callable[[int], torch.Tensor]) -> tuple[int, ...]:
         return tuple(size for size in sizes if torch.equal(found := of_size(size), reference.expand_as(found)))
 
-    tokens = agreeing(every.tokens, lambda size: logits(range(min(size, most_rows)), size, most_rows, most_columns))
-    slots = agreeing(every.slots[:-1], lambda size: logits(range(size), most_rows, size, most_columns))
-    columns = agreeing(every.columns[:-1], lambda size: logits(range(most_rows), most_rows, most_rows, size))
+    tokens = agreeing(every.tokens, lambda size: logits(most_slots, size, most_columns))
+    slots = agreeing(every.slots[:-1], lambda size: logits(size, most_rows, most_columns))
+    columns = agreeing(every.columns[:-1], lambda size: logits(most_slots, most_rows, size))
     decoder.cache.clear()
     largest = every.tokens[-1]
     sizes = StepSizes(
         tokens=tokens if largest in tokens else tuple(sorted({*(size for size in tokens if size < most_rows), most_rows})),
-        slots=(*slots, most_rows),
+        slots=(*slots, most_slots),
         columns=(*columns, most_columns),
         can_mix=largest in tokens,
         is_invariant=most_rows in tokens,
