@@ -30,6 +30,7 @@ def report() -> BatchReport:
         request_tokens=1,
         branch_cached_tokens=1,
         branch_tokens=1,
+        drafted_tokens=1,
         lost_before=(),
     )
 
