@@ -59,6 +59,41 @@ def test_training_over_two_machines_is_training_in_one_process(cluster, divided,
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
+def _rollouts(run):
+    """The tokens and the reward of each rollout of the first step."""
+    [path] = (run / "stages" / "rl" / "rollouts").glob("step-000001.jsonl*")
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    found = [json.loads(line)["rollout"] for line in lines]
+    return {
+        json.dumps(each["trajectory"]["key"]): (
+            [turn["completion"]["ids"] for turn in each["trajectory"]["turns"]],
+            each["reward"],
+        )
+        for each in found
+    }
+
+
+def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process_plays(cluster, tmp_path):
+    words = ["train", "recipes/demo.toml", "--runs", tmp_path, "--until", "rl"]
+    small = [*SMALL, "stages.before.num_tasks=4", "stages.rl.steps=2", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
+    cluster.run(*words, "--name", "whole", *sets(*small))
+    layout = ["stages.rl.trainer.workers=2", "engine.replicas=2", "cluster.trainer_nodes=2", "cluster.sandbox_nodes=2"]
+    cluster.run(*words, "--name", "spread", "--cluster", cluster.address, *sets(*small, *layout))
+    whole, spread = (_rollouts(tmp_path / name) for name in ("whole", "spread"))
+    assert len(whole) == 32  # twice the group, of which GRPO-RoC keeps half
+    assert whole == spread
+    placed = [event["nodes"] for event in events(tmp_path / "spread") if event["event"] == "placed" and event["stage"] == "rl"]
+    assert placed == [
+        [
+            "198.18.0.1: 1 trainer rank, 1 engine",
+            "198.18.0.2: 1 trainer rank, 1 code service",
+            "198.18.0.3: 1 engine, 1 code service",
+        ]
+    ]
+    assert not [event for event in events(tmp_path / "spread") if event["event"] == "engine_lost"]
+
+
 def _pid_of_a_rank(cluster, machine):
     """The process of the trainer on a machine, when it trains."""
     deadline = time.monotonic() + 120
@@ -108,38 +143,3 @@ def test_a_lost_rank_is_named_and_training_goes_on_from_the_checkpoint(cluster, 
     assert loss["time"] - happened < 15  # it names it in 5 s; the rest is the end of the other ranks
     for name, tensor in weights(tmp_path / "lost", "sft").items():
         assert torch.allclose(tensor, weights(divided, "sft")[name], atol=1e-6), name
-
-
-def _rollouts(run):
-    """The tokens and the reward of each rollout of the first step."""
-    [path] = (run / "stages" / "rl" / "rollouts").glob("step-000001.jsonl*")
-    content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
-    found = [json.loads(line)["rollout"] for line in lines]
-    return {
-        json.dumps(each["trajectory"]["key"]): (
-            [turn["completion"]["ids"] for turn in each["trajectory"]["turns"]],
-            each["reward"],
-        )
-        for each in found
-    }
-
-
-def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process_plays(cluster, tmp_path):
-    words = ["train", "recipes/demo.toml", "--runs", tmp_path, "--until", "rl"]
-    small = [*SMALL, "stages.before.num_tasks=4", "stages.rl.steps=2", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
-    cluster.run(*words, "--name", "whole", *sets(*small))
-    layout = ["stages.rl.trainer.workers=2", "engine.replicas=2", "cluster.trainer_nodes=2", "cluster.sandbox_nodes=2"]
-    cluster.run(*words, "--name", "spread", "--cluster", cluster.address, *sets(*small, *layout))
-    whole, spread = (_rollouts(tmp_path / name) for name in ("whole", "spread"))
-    assert len(whole) == 32  # twice the group, of which GRPO-RoC keeps half
-    assert whole == spread
-    placed = [event["nodes"] for event in events(tmp_path / "spread") if event["event"] == "placed" and event["stage"] == "rl"]
-    assert placed == [
-        [
-            "198.18.0.1: 1 trainer rank, 1 engine",
-            "198.18.0.2: 1 trainer rank, 1 code service",
-            "198.18.0.3: 1 engine, 1 code service",
-        ]
-    ]
-    assert not [event for event in events(tmp_path / "spread") if event["event"] == "engine_lost"]
