@@ -107,7 +107,8 @@ def _check_gpus(cluster: _Cluster) -> Found:
 
 def _check_engines(cluster: _Cluster) -> Found:
     for name in cluster.recipe.stages:
-        for error in missing_environments(cluster.connection, cluster.recipe, name):
+        placed = cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes))
+        for error in missing_environments(cluster.connection, cluster.recipe.for_stage(name).engine, placed):
             found = Finding.from_message("engine", str(error))
             yield found.detail, found.remedy
     yield "each node of an engine has its environment", ""

@@ -12,9 +12,9 @@ import torch
 
 from strop import user_code
 from strop.cluster.connection import Connection, connected
-from strop.cluster.placement import Node, Roles, place
+from strop.cluster.placement import Node, Placement, Roles, place
 from strop.config import import_code
-from strop.engine.config import ServerConfig
+from strop.engine.config import AnyEngine, ServerConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, NotThere, UserError
 from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
@@ -119,30 +119,31 @@ def _placements(recipe: Recipe, names: Collection[str], hardware: Hardware | Non
         return {}
     if hardware is not None:
         nodes = hardware.nodes()
+        placements = {name: place(nodes, roles_of(recipe, name, nodes)) for name in names}
     else:
         with connected(recipe.cluster, None) as connection:
             assert connection is not None
-            check_nodes(connection, recipe, names)
-            nodes = connection.nodes()
-    return {name: list(place(nodes, roles_of(recipe, name, nodes)).lines()) for name in names}
+            placements = check_nodes(connection, recipe, names)
+    return {name: list(placement.lines()) for name, placement in placements.items()}
 
 
-def check_nodes(connection: Connection, recipe: Recipe, names: Iterable[str]) -> None:
-    """Raises `UserError` if the cluster is too small for one of the stages, or a node lacks the environment of its engine."""
-    for name in names:
-        for error in missing_environments(connection, recipe, name):
-            raise error
-
-
-def missing_environments(connection: Connection, recipe: Recipe, name: str) -> Iterator[UserError]:
-    """Yield an error for each node that is to hold an engine of the stage and lacks the server's environment.
+def check_nodes(connection: Connection, recipe: Recipe, names: Iterable[str]) -> dict[str, Placement]:
+    """Return where the stages would go now.
 
     Raises:
-        UserError: the cluster is too small for the stage.
+        UserError: the cluster is too small for one of them, or a node lacks the environment of its engine.
     """
-    nodes, engine = connection.nodes(), recipe.for_stage(name).engine
-    engines = place(nodes, roles_of(recipe, name, nodes)).engines
-    for node in dict.fromkeys(engines) if isinstance(engine, ServerConfig) else ():
+    nodes = connection.nodes()
+    placements = {name: place(nodes, roles_of(recipe, name, nodes)) for name in names}
+    for name, placement in placements.items():
+        for error in missing_environments(connection, recipe.for_stage(name).engine, placement):
+            raise error
+    return placements
+
+
+def missing_environments(connection: Connection, engine: AnyEngine, placement: Placement) -> Iterator[UserError]:
+    """Yield an error for each node that is to hold such an engine and lacks the server's environment."""
+    for node in dict.fromkeys(placement.engines) if isinstance(engine, ServerConfig) else ():
         try:
             connection.run(node, check_interpreter, engine)
         except UserError as error:

@@ -6,6 +6,7 @@ import inspect
 import math
 import numbers
 import re
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
@@ -125,9 +126,9 @@ class Part(Component):
 class RolloutPart(Part):
     """A part that judges each rollout independently."""
 
+    @abstractmethod
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         """Raises `NotJudged` to exclude the rollout, and `MachineError` if the judge itself is lost."""
-        raise NotImplementedError
 
 
 class AnswerPart(RolloutPart):
@@ -141,13 +142,13 @@ class AnswerPart(RolloutPart):
         """What it takes for equal: texts and numbers; also 1/2 and 0.5; also (1,2) for 1<x<2."""
         return "text"
 
+    @abstractmethod
     def read_answer(self, trajectory: Trajectory) -> str | None:
         """The answer; None or "" if there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def is_same(self, gold: str, answer: str) -> bool:
         """Whether the part takes the two for the same answer."""
-        raise NotImplementedError
 
 
 class Reward(Component):
@@ -281,9 +282,9 @@ class AnswerReward(Reward):
         judged = await self.judge(task, trajectory)
         return {**judged, "format": float(self.has_format(trajectory)), CALLED: float(has_called(trajectory))}
 
+    @abstractmethod
     async def judge(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
         """The parts that depend on the answer."""
-        raise NotImplementedError
 
     def has_format(self, trajectory: Trajectory) -> bool:
         """The part `format`."""

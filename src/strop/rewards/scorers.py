@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def open_scorer(config: AnyScorerConfig) -> Scorer:
     return VllmScorer(config) if isinstance(config, VllmScorerConfig) else HttpScorer(config)
 
 
-class Scorer:
+class Scorer(ABC):
     """Scores responses in batches, for many callers of one event loop. Larger is better; the scale is the model's own.
 
     A subclass gives `score_batch`. An error of a batch reaches all its callers.
@@ -107,6 +108,7 @@ class Scorer:
 
         return ExchangeFormat(self._directory)
 
+    @abstractmethod
     async def score_batch(self, exchanges: Sequence[Exchange]) -> list[float | None]:
         """One finite number each, in order; None for one that the model refuses, such as an over-long one.
 
@@ -114,7 +116,6 @@ class Scorer:
             UserError: the model is not available, or returns something other than scores, after every try. The run stops;
                 judgements so far are on disk, and the same command continues from there.
         """
-        raise NotImplementedError
 
     async def score(self, exchange: Exchange) -> float | None:
         """As `score_batch`, together with what other callers ask in the same 20 ms."""
@@ -277,8 +278,8 @@ class PreferencePart(RolloutPart):
         reference = task.facts.get("references", task.answer)
         return await self._ask(Exchange(prompt=task.question, response=judged, reference=reference))
 
-    async def _ask(self, exchange: Exchange) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    async def _ask(self, exchange: Exchange) -> float: ...
 
     def _judged_text(self, trajectory: Trajectory) -> str | None:
         if self.config.judged_on == "response":
