@@ -18,7 +18,7 @@ from pydantic import Field
 
 from strop.cluster.placement import Node
 from strop.config import Config, load_toml, validate
-from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
+from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, VllmConfig
 from strop.errors import ConfigError, did_you_mean
 from strop.recipe.stage import Estimate, Model, Trained
 from strop.reports.number_format import counted, duration
@@ -180,6 +180,8 @@ def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine
     enough = next((each for each in more if replace(costs, hardware=each).first_that_fits(written) is not None), None)
     instead = "larger devices, or a smaller model" if enough is None else f"{enough}, or larger devices"
     remedy = f"It fits with {words}" if words else f"No layout fits; name {instead}"
+    if not words and (words := costs.words_for_vllm(written, name)):
+        remedy = f'It fits with servers that divide the model: engine.kind = "vllm" and {words}. Or name {instead}'
     return Cost(
         lines=tuple(lines),
         problem=f"does not fit: {costs.needed_devices(layout)} of {counted(hardware.num, 'device')}, each with"
@@ -253,6 +255,15 @@ class _Costs:
 
     def first_that_fits(self, written: Layout) -> Layout | None:
         return next((each for each in self.layouts(written) if self.fits(each)), None)
+
+    def words_for_vllm(self, written: Layout, name: str) -> str:
+        """Return the keys with which the stage fits with vLLM instead of the embedded engine; empty if there are none."""
+        if not isinstance(self.engine, EngineConfig) or self.estimate.sampled is None:
+            return ""
+        own = self.engine
+        served = VllmConfig(python=Path("vllm"), slots=own.slots, max_length=own.max_length, dtype=own.dtype)
+        layout = replace(self, engine=served).first_that_fits(written)
+        return "" if layout is None else layout.keys(written, name)
 
     def smallest(self, written: Layout) -> Layout:
         """The layout that comes closest where none fits."""
