@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from result_file import write_result
 
-from strop.engine.protocol import digests_of, weights_checksum
+from strop.engine.protocol import Capabilities, digests_of, weights_checksum
 from strop.engine.publication import Publication
 from strop.engine.published_files import write_files
 from strop.training import TrainerConfig
@@ -40,6 +40,7 @@ from strop.training.workers import LearnerGroup
 ROOT = Path(__file__).parents[1]
 COMMAND = "make bench-cluster"
 NUM_RANKS, NUM_ROUNDS, DTYPE = 2, 3, torch.bfloat16
+ENGINE = Capabilities(is_deterministic=False, can_fork=False, entropies="estimated", dtype=DTYPE)
 MIB = 1 << 20
 
 
@@ -139,7 +140,7 @@ def publish_as_before(group: LearnerGroup, directory: Path) -> tuple[float, int]
 async def publish(trainer: Trainer) -> tuple[float, int]:
     """Seconds, and bytes through this process: the answer of the ranks."""
     started = time.perf_counter()
-    publication: Publication = await trainer.publication(DTYPE, version=1)
+    publication: Publication = await trainer.publication(ENGINE, version=1)
     took = time.perf_counter() - started
     num_bytes = len(pickle.dumps(await publication.checksum()))
     await publication.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column
+from strop.engine.model_directory import tensors_in
+from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import ModelError, RunError
 from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.config import LoraConfig
@@ -62,6 +65,33 @@ def test_only_the_adapter_is_trained_and_what_is_published_is_what_the_library_m
     assert moved == {name for name in tensors if "_proj" in name}  # all linear layers, neither norms nor the tied head
     assert all(torch.equal(tensors[name], original[name]) for name in tensors.keys() - moved)
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_takes_adapters_gets_what_is_merged_for_others_less_the_model(model_directory, make_batch, dtype):
+    async def files(trainer):
+        engine = Capabilities(is_deterministic=False, can_fork=False, entropies="estimated", dtype=dtype, takes_adapters=True)
+        async with await trainer.publication(engine, version=1) as publication:
+            directory = await publication.files()
+            matrices = dict(tensors_in([directory / "adapter_model.safetensors"]))
+            description = json.loads((directory / "adapter_config.json").read_text())
+            assert await publication.checksum() == weights_checksum(matrices.items())
+            assert [path.name for path in directory.glob("*.safetensors")] == ["adapter_model.safetensors"]
+            return matrices, description
+
+    trainer = make_trainer(model_directory, reference=model_directory)
+    asyncio.run(train(trainer, make_batch, range(2)))
+    matrices, description = asyncio.run(files(trainer))
+    original, merged = dict(load_model(model_directory).named_parameters()), published(trainer)
+    assert description["r"] == description["lora_alpha"] == 4
+    assert set(description["target_modules"]) == {name.split(".")[-2] for name in merged if "_proj" in name}
+    assert {each.dtype for each in matrices.values()} == {dtype}
+    layers = {name.removesuffix(".weight") for name in merged if "_proj" in name}
+    assert len(matrices) == 2 * len(layers)
+    for layer in layers:
+        a, b = (matrices[f"base_model.model.{layer}.lora_{part}.weight"].float() for part in "AB")
+        added = merged[f"{layer}.weight"] - original[f"{layer}.weight"]
+        assert (b @ a - added).abs().max() <= (1e-6 if dtype is torch.float32 else 0.02 * added.abs().max())
 
 
 def delta(trainer, name):

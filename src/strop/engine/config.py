@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, WithJsonSchema, model_validator
 
 from strop.config import Config
 from strop.errors import ConfigError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _Device: TypeAlias = Annotated[int, Field(ge=0, le=1023)]
 _Address: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/\s]\S*$")]
 _MAX_S = 86_400.0 * 365
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA adapters
 
 
 def _chosen(value: Any) -> Any:
@@ -100,6 +101,15 @@ class AnyEngine(Config):
     def sleeps(self) -> bool:
         """Whether it leaves its devices to the trainer while that computes."""
         return False
+
+    @property
+    def adapter_slots(self) -> int:
+        """LoRA adapters that it holds at once. 0: it takes merged weights."""
+        return 0
+
+    def with_adapters(self, *, rank: int, slots: int) -> Self:
+        """Return the config of an engine that takes LoRA adapters of up to `rank` and holds `slots` of them, if it can."""
+        return self
 
     def only(self, place: int) -> Self:
         """Return the config of the engine with index `place`."""
@@ -231,6 +241,8 @@ class VllmConfig(ServerConfig):
         default=False,
         description="Share the GPUs with the trainer: a server frees its weights and KV memory while the trainer computes.",
     )
+    _adapter_rank: int = PrivateAttr(default=0)
+    _adapter_slots: int = PrivateAttr(default=0)
 
     @property
     def can_keep_requests(self) -> bool:
@@ -239,6 +251,23 @@ class VllmConfig(ServerConfig):
     @property
     def sleeps(self) -> bool:
         return self.sleep
+
+    @property
+    def adapter_rank(self) -> int:
+        """The largest rank that the server has room for; vLLM knows some ranks only."""
+        return min(rank for rank in _VLLM_RANKS if rank >= self._adapter_rank)
+
+    @property
+    def adapter_slots(self) -> int:
+        return self._adapter_slots
+
+    def with_adapters(self, *, rank: int, slots: int) -> Self:
+        # A server that sleeps forgets the weights under its adapters; one that was given by address was started otherwise.
+        if self.sleep or self.addresses or rank > _VLLM_RANKS[-1]:
+            return self
+        config = self.model_copy()
+        config._adapter_rank, config._adapter_slots = rank, slots
+        return config
 
 
 class SglangConfig(ServerConfig):

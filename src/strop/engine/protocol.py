@@ -94,6 +94,7 @@ class Capabilities:
     can_fork: bool  # `extends` at any length, from several requests at once, without computing the prefix again
     entropies: Literal["full", "estimated"]  # of a request that needs them
     dtype: torch.dtype  # of its weights; published weights are cast to it first
+    takes_adapters: bool = False  # it adds a published LoRA adapter to the weights that it was opened with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

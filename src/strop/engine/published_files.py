@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop.cluster.connection import copy_file, run_on
 from strop.cluster.placement import Node
@@ -32,6 +32,7 @@ _NEW, _LOCKED = "strop-new-", "strop-publication-"
 _FILE_BYTES = 128 << 20  # a rank of the trainer holds as much at the same time
 _SPARE = 1.1
 _DIGESTS = ".digests"  # JSON: of each tensor that one rank wrote
+_ADAPTER = "adapter_config.json"  # as `peft` calls it
 
 
 def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -> list[bytes]:
@@ -53,8 +54,25 @@ def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -
         if batch:
             _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
 
-    digests = _digests(written())
-    path = directory / f"{part}{_DIGESTS}"
+    return _noting_digests(written(), directory / f"{part}{_DIGESTS}")
+
+
+def write_adapter(adapter: Mapping[str, Tensor], description: Mapping[str, Any], directory: Path) -> list[bytes]:
+    """Write a LoRA adapter in the format of `peft`. Return the digest of each tensor. Raises as `write_files`."""
+    _save(adapter, directory / "adapter_model.safetensors")
+    path = directory / _ADAPTER
+    with _naming_failures(path):
+        path.write_text(json.dumps(description))
+    return _noting_digests(adapter.items(), directory / f"adapter{_DIGESTS}")
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether the published files in `directory` are a LoRA adapter's."""
+    return (directory / _ADAPTER).exists()
+
+
+def _noting_digests(tensors: Iterable[NamedTensor], path: Path) -> list[bytes]:
+    digests = _digests(tensors)
     with _naming_failures(path):
         path.write_text(json.dumps(digests))
     return [bytes.fromhex(digest) for digest in digests.values()]
@@ -95,7 +113,7 @@ def _digests(tensors: Iterable[NamedTensor]) -> dict[str, str]:
     return dict(zip(names, digests, strict=True))
 
 
-def _save(batch: dict[str, Tensor], path: Path) -> None:
+def _save(batch: Mapping[str, Tensor], path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from strop.algorithms.method import Column, LossInputs, checked_token_loss
 from strop.engine.model_directory import read_weights
 from strop.engine.protocol import checksum_of, weights_checksum
-from strop.engine.published_files import write_files
+from strop.engine.published_files import write_adapter, write_files
 from strop.engine.torch.products import measured_flops_per_s
 from strop.errors import MachineError, ModelError
 from strop.run_directory import read_json
@@ -183,6 +183,26 @@ class Learner:
         if failures := [each for _, each in of_ranks if each]:
             raise MachineError(failures[0])
         return checksum_of(digest for found, _ in of_ranks for digest in found)
+
+    def num_adapter_elements(self) -> int:
+        """Return the size of all matrices of the adapter."""
+        return sum(self.weights.num_elements(name) for name in self.weights.named())
+
+    def write_published_adapter(self, directories: Sequence[Path], dtype: torch.dtype) -> str:
+        """Write the adapter into the first rank's directory, for engines; return its checksum. All ranks call this."""
+        self._check()
+        assert self.adapter is not None
+        tensors = self._gathered(self.weights.named(), self.weights.on_rank, is_copy=False)
+        digests, failure = list[bytes](), ""
+        if self.world.rank == 0:
+            try:
+                digests = write_adapter(*self.adapter.for_engines(tensors, dtype), directories[0])
+            except MachineError as error:
+                failure = str(error)
+        [(digests, failure), *_] = self.world.gather((digests, failure))
+        if failure:
+            raise MachineError(failure)
+        return checksum_of(digests)
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the published tensors that this rank has to publish, gathered and in `dtype`. All ranks call this."""

@@ -82,6 +82,15 @@ class Adapter:
         a, b = (whole(f"{layer}.lora_{part}.{_ADAPTER}.weight") for part in "AB")
         return torch.addmm(whole(f"{layer}{_BASE}.weight"), b, a, alpha=self._scaling[name])
 
+    def for_engines(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the adapter in the library's names, and its description. alpha / rank is multiplied into B, in float32."""
+        rank = self._library_config.r
+        scale = self._library_config.lora_alpha / rank
+        scaled = {_library_name(name): tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+        targets = sorted({name.split(".")[-2] for name in self._scaling})
+        description = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+        return {name: tensor.to(dtype) for name, tensor in scaled.items()}, description
+
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Compute without the adapter inside this context."""

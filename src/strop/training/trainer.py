@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from strop.algorithms.method import Column
 from strop.cluster.placement import Node
-from strop.engine.protocol import COPIED_AT_ONCE, InferenceEngine, NamedTensor
+from strop.engine.protocol import COPIED_AT_ONCE, Capabilities, InferenceEngine, NamedTensor
 from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import end_team
 from strop.training.assembly import LearnerOptions, open_learner
@@ -51,9 +51,11 @@ class ComputeThread:
 class _Source:
     """The weights of a learner, as `strop.engine.publication.WeightSource`."""
 
-    def __init__(self, learner: Learner | LearnerGroup, thread: ComputeThread, dtype: torch.dtype, num_bytes: int) -> None:
+    def __init__(
+        self, learner: Learner | LearnerGroup, thread: ComputeThread, dtype: torch.dtype, num_bytes: int, *, is_adapter: bool
+    ) -> None:
         self._learner, self._thread, self._dtype = learner, thread, dtype
-        self.num_bytes = num_bytes
+        self.num_bytes, self._is_adapter = num_bytes, is_adapter
 
     async def tensors(self) -> AsyncIterator[NamedTensor]:
         names = iter(await self._thread.run(self._learner.names))
@@ -80,7 +82,8 @@ class _Source:
         return self._learner.nodes if isinstance(self._learner, LearnerGroup) else (None,)
 
     async def write(self, directories: Sequence[Path]) -> str:
-        return await self._thread.run(lambda: self._learner.write_published(directories, self._dtype))
+        write = self._learner.write_published_adapter if self._is_adapter else self._learner.write_published
+        return await self._thread.run(lambda: write(directories, self._dtype))
 
 
 class Trainer:
@@ -93,8 +96,8 @@ class Trainer:
     the trainer is lost, every call raises `TrainerLost`; the last checkpoint is what is left.
     """
 
-    def __init__(self, learner: Learner | LearnerGroup) -> None:
-        self.learner = learner
+    def __init__(self, learner: Learner | LearnerGroup, *, has_adapter: bool = False) -> None:
+        self.learner, self._has_adapter = learner, has_adapter
         self._thread = ComputeThread()
 
     @classmethod
@@ -132,7 +135,9 @@ class Trainer:
             total_updates=total_updates,
             total_critic_updates=total_critic_updates,
         )
-        return cls(LearnerGroup(options) if config.workers else open_learner(options))
+        learner = LearnerGroup(options) if config.workers else open_learner(options)
+        end_team()  # of the calling thread
+        return cls(learner, has_adapter=config.lora is not None)
 
     @property
     def num_updates(self) -> int:
@@ -163,18 +168,22 @@ class Trainer:
 
     async def publish(self, engine: InferenceEngine, *, version: int) -> str:
         """Give the engine the weights in its dtype. Return their checksum when the engine has confirmed it."""
-        async with await self.publication(engine.capabilities.dtype, version=version) as publication:
+        async with await self.publication(engine.capabilities, version=version) as publication:
             await engine.load_weights(publication)
             return await publication.checksum()
 
-    async def publication(self, dtype: torch.dtype, *, version: int) -> Publication:
-        """Return the weights in `dtype`. Engines may read them until the trainer computes again, and its files until `close`.
+    async def publication(self, engine: Capabilities, *, version: int) -> Publication:
+        """Return the weights as such engines take them: in their dtype, and the adapter by itself if they take adapters.
 
-        Of a model over several processes there are only files.
+        Engines may read them until the trainer computes again, and their files until `close`. Of a model over several
+        processes, and of an adapter, there are only files.
         """
-        num_bytes = dtype.itemsize * await self._thread.run(self.learner.num_elements)
-        publication = Publication(_Source(self.learner, self._thread, dtype, num_bytes), version=version)
-        if isinstance(self.learner, LearnerGroup):
+        is_adapter = self._has_adapter and engine.takes_adapters
+        num_elements = self.learner.num_adapter_elements if is_adapter else self.learner.num_elements
+        num_bytes = engine.dtype.itemsize * await self._thread.run(num_elements)
+        source = _Source(self.learner, self._thread, engine.dtype, num_bytes, is_adapter=is_adapter)
+        publication = Publication(source, version=version)
+        if isinstance(self.learner, LearnerGroup) or is_adapter:
             await publication.files()
         return publication
 

@@ -32,6 +32,7 @@ class FakeVllm:
     version: str = "default"
     calls: list[str] = field(default_factory=list)
     asleep: set[str] = field(default_factory=set)
+    adapters: dict[str, str] = field(default_factory=dict)  # name -> directory
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
@@ -51,6 +52,9 @@ class FakeVllm:
         router.add_post("/inference/v1/generate", self._generate)
         for path in ("pause", "resume", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"):
             router.add_post(f"/{path}", getattr(self, f"_{path}"))
+        router.add_post("/v1/load_lora_adapter", self._load_lora_adapter)
+        router.add_post("/v1/unload_lora_adapter", self._unload_lora_adapter)
+        router.add_post("/collective_rpc", self._collective_rpc)
         if self.settings.get("enable_sleep_mode"):
             router.add_post("/sleep", self._sleep)
             router.add_post("/wake_up", self._wake_up)
@@ -114,10 +118,37 @@ class FakeVllm:
         self.calls.append("reset")
         return web.json_response({"success": self.is_reset})
 
+    async def _load_lora_adapter(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        self.calls.append("load adapter")
+        self.adapters[said["lora_name"]] = said["lora_path"]
+        return web.Response(text=f"Success: LoRA adapter '{said['lora_name']}' added successfully.")
+
+    async def _unload_lora_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        del self.adapters[name]
+        self.calls.append("unload adapter")
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        assert said["method"] == "prove_adapter"
+        directory, checksum = said["args"]
+        assert directory == [*self.adapters.values()][-1]
+        self.calls.append("prove adapter")
+        digests: list[Future[bytes]] = []
+        with ThreadPoolExecutor(1) as threads:
+            list(read_weights(Path(directory), digests, threads))
+        if refusal := self.refusal or (checksum_of(digests) != checksum and "they are damaged"):
+            raise web.HTTPInternalServerError(text=str(refusal))
+        return web.json_response({"results": [None]})
+
     async def _generate(self, request: web.Request) -> web.Response:
         if self.asleep:
             raise web.HTTPInternalServerError(text=f"{self.asleep} is asleep")
         body = await request.json()
+        if "model" in body and body["model"] not in self.adapters:
+            raise web.HTTPNotFound(text=f"The model `{body['model']}` does not exist.")
         await asyncio.sleep(self.seconds.get(body["token_ids"][-1], 0.0))
         params = body["sampling_params"]
         ids = [(body["token_ids"][-1] + 1 + index) % 67 for index in range(params["max_tokens"])]

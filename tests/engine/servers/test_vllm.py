@@ -13,6 +13,8 @@ import torch
 
 from strop.engine.opening import open_engines
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
+from strop.training import Trainer, TrainerConfig
+from strop.training.config import LoraConfig
 
 from ..support import Tensors, load, make_model, make_request, publish
 from . import vllm_servers
@@ -146,6 +148,69 @@ def test_tokens_that_are_sampled_after_an_update_in_flight_have_the_logprobs_of_
             assert min(num_older, num_newer) > 40
 
     tiny_vllm.run(scenario())
+
+
+def test_an_adapter_is_served_next_to_the_one_before_it_and_its_logprobs_are_those_of_the_merged_model(tmp_path):
+    """One byte of an adapter that changes on the way is refused, and the matrix named."""
+    folder = tmp_path / "model"
+    make_model("llama").save_pretrained(folder)
+    config = vllm_servers.make_config(max_length=500).with_adapters(rank=4, slots=2)
+    merged = []
+
+    async def publish_next(engine, trainer, *, spoils=False):
+        version = len(merged) + 1
+        generator = torch.Generator().manual_seed(version)
+        matrices = {name: each.shape for name, each in trainer.learner.weights.named().items()}
+        trainer.learner.weights.assign((name, torch.randn(shape, generator=generator) / 4) for name, shape in matrices.items())
+        async with await trainer.publication(engine.capabilities, version=version) as publication:
+            publication.keeps_requests = True
+            if spoils:
+                path = await publication.files() / "adapter_model.safetensors"
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+            await engine.load_weights(publication)
+        model = make_model("llama")
+        model.load_state_dict({name: trainer.learner.tensor(name) for name in trainer.learner.names()}, strict=False)
+        merged.append(model)
+
+    def check(completion, prompt, model):
+        theirs = _logprobs(model, [*prompt, *completion.ids], len(prompt))
+        assert completion.logprobs == pytest.approx(theirs, abs=1e-4)
+
+    async def scenario():
+        trainer = Trainer.from_directory(folder, TrainerConfig(lora=LoraConfig(rank=4, alpha=8)))
+        [engine] = await open_engines(folder, config, detokenize=None, logs=tmp_path)
+        try:
+            base = await engine.complete(make_request("base", LONG))
+            check(base, LONG, make_model("llama"))
+            await engine.release("base")
+            await publish_next(engine, trainer)
+            long = asyncio.create_task(engine.complete(make_request("long", LONG, max_tokens=400)))
+            begun = await engine.progress()
+            while await engine.progress() == begun:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.005)
+            await publish_next(engine, trainer)
+            assert not long.done()
+            newer = await engine.complete(make_request("newer", LONG))
+            assert (newer.spans, newer.cached_tokens) == (((2, 8),), 0)
+            check(newer, LONG, merged[1])
+            older = await long
+            assert older.spans == ((1, 400),)
+            check(older, LONG, merged[0])
+            for version in (3, 4):  # slots are used again
+                await publish_next(engine, trainer)
+                again = await engine.complete(make_request(f"{version}", LONG))
+                assert again.policy_version == version
+                check(again, LONG, merged[-1])
+                await engine.release(f"{version}")
+            with pytest.raises(WeightsNotProven, match=r"published with checksum .* damaged after they were written: .*lora_"):
+                await publish_next(engine, trainer, spoils=True)
+        finally:
+            await engine.close()
+            await trainer.close()
+
+    asyncio.run(scenario())
 
 
 def test_min_tokens_ban_the_stop_id_and_its_probability_is_shared_out(tiny_vllm):

@@ -5,16 +5,18 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
+import torch
 
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
-from strop.engine.protocol import Capacity
+from strop.engine.protocol import Capacity, checksum_of
+from strop.engine.published_files import write_adapter
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.stages.loop.engines import open_engine_pool
 
-from ..support import make_model, make_request, publish
+from ..support import Tensors, load, make_model, make_request, publish
 from .fake_vllm import FakeVllm
 
 
@@ -25,10 +27,11 @@ def model(tmp_path_factory):
     return path
 
 
-def run(model, fake, scenario, **changes):
+def run(model, fake, scenario, *, num_adapters=0, **changes):
     async def with_engine():
         async with fake.serve() as address:
             config = VllmConfig(**({"addresses": (address,), "slots": 3, "max_length": 100} | changes))
+            config._adapter_slots = num_adapters
             [engine] = await open_engines(model, config, detokenize=None)
             try:
                 async with asyncio.timeout(20):
@@ -99,6 +102,69 @@ def test_requests_that_were_kept_fail_with_their_publication_and_so_does_what_wa
     assert fake.calls == ["pause abort", *published, "pause keep", published[0], "pause keep", *published]
 
 
+async def publish_adapter(engine, version, *, keeps_requests=False, spoil=False):
+    class Adapter(Tensors):
+        async def write(self, directories):
+            digests = write_adapter(dict(self.named), {"peft_type": "LORA", "r": 8}, directories[0])
+            if spoil:
+                path = directories[0] / "adapter_model.safetensors"
+                path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+            return checksum_of(digests)
+
+    await load(engine, Adapter([("lora_A", torch.full((8, 4), 1.0 * version))]), version=version, keeps_requests=keeps_requests)
+
+
+def test_requests_that_run_keep_their_adapter_and_nothing_waits_for_a_publication(model):
+    fake = FakeVllm(seconds={7: 1.0})
+
+    async def scenario(engine):
+        await publish_adapter(engine, 1)
+        running = asyncio.create_task(engine.complete(make_request("a", [7])))
+        await asyncio.sleep(0.1)
+        await publish_adapter(engine, 2, keeps_requests=True)
+        assert (await engine.complete(make_request("b", [1]))).spans == ((2, 8),)
+        assert not running.done()
+        assert (await running).spans == ((1, 8),)
+        for request_id in "ab":
+            await engine.release(request_id)
+        await publish_adapter(engine, 3)
+        assert (await engine.complete(make_request("c", [1]))).spans == ((3, 8),)
+        assert engine.policy_version == 3
+
+    run(model, fake, scenario, num_adapters=2)
+    published = ["load adapter", "prove adapter"]
+    assert fake.calls == ["pause abort", "update", "reset", "resume", *published, *published, *published, "unload adapter"]
+
+
+@pytest.mark.parametrize("fault", [{"refusal": "stale"}, {}])
+def test_an_adapter_that_is_not_proven_is_not_sampled_with(model, fault):
+    fake = FakeVllm()
+
+    async def scenario(engine):
+        vars(fake).update(fault)
+        with pytest.raises(WeightsNotProven, match=r"the published adapter is not proven: .*: (stale|they are damaged)"):
+            await publish_adapter(engine, 1, spoil=not fault)
+        with pytest.raises(WeightsNotProven, match="version 1"):
+            await engine.complete(make_request("a", [1]))
+        fake.refusal = ""
+        await publish_adapter(engine, 2)
+        assert (await engine.complete(make_request("b", [1]))).policy_version == 2
+
+    run(model, fake, scenario, num_adapters=1)
+
+
+def test_an_adapter_over_weights_that_somebody_else_published_is_noticed_by_the_next_answer(model):
+    fake = FakeVllm()
+
+    async def scenario(engine):
+        await publish_adapter(engine, 1)
+        fake.version = "another trainer's"
+        with pytest.raises(WeightsNotProven, match='it answered from weights that it calls "another trainer\'s"'):
+            await engine.complete(make_request("a", [1]))
+
+    run(model, fake, scenario, num_adapters=1)
+
+
 SLEEPING = {"max_model_len": 100, "enable_sleep_mode": True}
 
 
@@ -163,11 +229,12 @@ def test_a_block_is_as_large_as_the_server_says_and_not_as_large_as_the_recipe_s
     async def scenario(engine):
         assert engine.capacity == Capacity(total_tokens=1280, max_request_tokens=100, max_running=64, block_tokens=128)
         context = SimpleNamespace(
-            recipe=SimpleNamespace(engine=SimpleNamespace(stall_timeout_s=60.0, num_engines=1), scheduler=SchedulerConfig()),
+            recipe=SimpleNamespace(scheduler=SchedulerConfig()),
             directory=SimpleNamespace(logs=None),
             open_engines=AsyncMock(return_value=[engine]),
         )
-        fleet = await open_engine_pool(context, model, SimpleNamespace(decode=None))
+        config = SimpleNamespace(stall_timeout_s=60.0, num_engines=1)
+        fleet = await open_engine_pool(context, config, model, SimpleNamespace(decode=None))
         [member] = fleet._engines.values()
         assert (member.spec.kv_blocks, member.spec.block_tokens) == (10, 128)  # 10 rollouts of 33 tokens, and not 20
 

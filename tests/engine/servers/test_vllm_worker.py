@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from strop.engine.model_directory import directory_checksum
-from strop.engine.protocol import NamedTensor
-from strop.engine.servers.extension.strop_weights_proof import prove, read_weights
+from strop.engine.protocol import NamedTensor, weights_checksum
+from strop.engine.servers.extension.strop_weights_proof import prove, prove_adapter, read_weights
 
 SHAPES = {"embed_tokens": (7, 8), "q_proj": (8, 8), "k_proj": (4, 8), "v_proj": (4, 8), "norm": (8,)}
 NAMES = {name: f"model.{name}.weight" for name in SHAPES}
@@ -117,6 +117,69 @@ def test_weights_other_than_those_that_were_published_are_refused(tensors, tmp_p
         loaded = model.load_weights(read_weights(directory, digests, threads))
     with pytest.raises(ValueError, match=f"published with checksum other, but it holds {directory_checksum(directory)}"):
         prove(model, loaded, directory, digests, "other")
+
+
+class Manager:
+    """Two adapters in slots, as vLLM's manager holds them. Rank 2 in buffers of rank 8; the newest is number 5, in slot 1."""
+
+    def __init__(self):
+        self.packed_modules_mapping = Model().packed_modules_mapping
+        self.lora_index_to_id = [4, 5, None]
+        widths = {"qkv_proj": (8, 4, 4), "o_proj": (8,)}
+        self.modules = {
+            f"model.{name}": SimpleNamespace(
+                lora_a_stacked=[torch.zeros(3, 1, 8, 8) for _ in rows], lora_b_stacked=[torch.zeros(3, 1, n, 8) for n in rows]
+            )
+            for name, rows in widths.items()
+        }
+
+    def list_adapters(self):
+        return {4: None, 5: None}
+
+
+def put_adapter(manager, tensors, slot=1):
+    for name, tensor in tensors:
+        leaf, part = name.split(".")[-3], name.split(".")[-2]
+        fused, at = ("o_proj", 0) if leaf == "o_proj" else ("qkv_proj", ("q_proj", "k_proj", "v_proj").index(leaf))
+        module = manager.modules[f"model.{fused}"]
+        stacked = module.lora_a_stacked if part == "lora_A" else module.lora_b_stacked
+        stacked[at][slot, 0, : tensor.shape[0], : tensor.shape[1]] = tensor
+
+
+@pytest.fixture
+def adapter() -> list[NamedTensor]:
+    generator, widths = torch.Generator().manual_seed(0), {"q_proj": 8, "k_proj": 4, "v_proj": 4, "o_proj": 8}
+    return [
+        (f"base_model.model.model.{name}.lora_{part}.weight", torch.randn(shape, generator=generator))
+        for name, rows in widths.items()
+        for part, shape in (("A", (2, 8)), ("B", (rows, 2)))
+    ]
+
+
+def test_an_adapter_that_lies_in_its_slot_is_proven(adapter, tmp_path):
+    manager = Manager()
+    put_adapter(manager, adapter)
+    save_file(dict(adapter), tmp_path / "adapter_model.safetensors")
+    prove_adapter(SimpleNamespace(lora_manager=manager), tmp_path, weights_checksum(adapter))
+
+
+def test_an_adapter_that_the_worker_does_not_compute_with_is_named(adapter, tmp_path):
+    save_file(dict(adapter), tmp_path / "adapter_model.safetensors")
+    manager = Manager()
+    model, checksum = SimpleNamespace(lora_manager=manager), weights_checksum(adapter)
+    put_adapter(manager, adapter, slot=0)
+    with pytest.raises(ValueError, match="computes with other values of the adapter's matrix base_model"):
+        prove_adapter(model, tmp_path, checksum)
+    put_adapter(manager, adapter)
+    manager.modules["model.qkv_proj"].lora_b_stacked[2][1, 0, 3, 1] += 1
+    with pytest.raises(ValueError, match=r"other values of the adapter's matrix .*v_proj\.lora_B"):
+        prove_adapter(model, tmp_path, checksum)
+    del manager.modules["model.o_proj"]
+    put_adapter(manager, [each for each in adapter if "o_proj" not in each[0]])
+    with pytest.raises(ValueError, match=r"no layer model\.o_proj"):
+        prove_adapter(model, tmp_path, checksum)
+    with pytest.raises(ValueError, match="published with checksum other"):
+        prove_adapter(model, tmp_path, "other")
 
 
 def test_a_weight_that_no_module_can_be_asked_about_is_counted(tensors, tmp_path, caplog):

@@ -36,7 +36,7 @@ class Publisher:
         return weights_checksum(self.weights.items())
 
     @asynccontextmanager
-    async def publish(self, dtype, *, version):
+    async def publish(self, engine, *, version):
         async with Publication(self, version=version) as publication:
             yield publication
 

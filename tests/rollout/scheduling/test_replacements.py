@@ -76,7 +76,7 @@ def test_a_publication_that_fails_keeps_no_replacement_waiting_for_ever():
             return FragileEngine(policy_version=-1)
 
         @asynccontextmanager
-        async def broken(dtype):
+        async def broken(engine):
             raise EngineLost("the trainer fell over")
             yield
 
@@ -240,11 +240,11 @@ def test_servers_get_the_time_for_weights_that_the_recipe_gives_them():
 
         config = VllmConfig(python=Path("/python"), stall_timeout_s=20.0, publish_timeout_s=600.0)
         context = SimpleNamespace(
-            recipe=SimpleNamespace(engine=config, scheduler=SchedulerConfig()),
+            recipe=SimpleNamespace(scheduler=SchedulerConfig()),
             directory=SimpleNamespace(logs=Path("/logs")),
             open_engines=open_engines,
         )
-        pool = await open_engine_pool(context, Path("/model"), SimpleNamespace(decode=None))
+        pool = await open_engine_pool(context, config, Path("/model"), SimpleNamespace(decode=None))
         await pool.publish(partial(Publisher().publish, version=1), version=1)
         assert list(pool.engines) == ["engine-0"]
         await pool.close()

@@ -20,7 +20,7 @@ from strop.engine.protocol import (
     check_vocabulary,
 )
 from strop.engine.publication import Publication
-from strop.engine.published_files import naming_damage
+from strop.engine.published_files import is_adapter, naming_damage
 from strop.engine.servers.server import Answer, Server, completion_of
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
@@ -192,7 +192,13 @@ class ServerEngine:
     @property
     def capabilities(self) -> Capabilities:
         # A seed decides a request's tokens only as far as the rounding of its batch does not.
-        return Capabilities(is_deterministic=False, can_fork=False, entropies="estimated", dtype=self._config.torch_dtype)
+        return Capabilities(
+            is_deterministic=False,
+            can_fork=False,
+            entropies="estimated",
+            dtype=self._config.torch_dtype,
+            takes_adapters=self._config.adapter_slots > 0,
+        )
 
     @property
     def capacity(self) -> Capacity:
@@ -255,7 +261,8 @@ class ServerEngine:
     async def load_weights(self, publication: Publication) -> None:
         """See `InferenceEngine.load_weights`.
 
-        Requests that are kept, and those that arrive meanwhile, wait in the server.
+        Requests that are kept, and those that arrive meanwhile, wait in the server. Of a LoRA adapter they do not: those that
+        run keep their adapter.
 
         Raises:
             WeightsNotProven: a weight is missing, unknown or of another shape, or the checksum differs. Requests that were
@@ -271,11 +278,14 @@ class ServerEngine:
         self._doubt = f"the last publication (version {version}) was not completed"
         try:
             directory, checksum = await publication.files(), await publication.checksum()
-            await asyncio.to_thread(self._model.check_weights, directory, version)
             label = f"strop {self._nonce} {version} {checksum}"
             self._versions[label] = version
             async with naming_damage(directory):
-                await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
+                if is_adapter(directory):
+                    await self._server.read_adapter(directory, checksum=checksum, label=label)
+                else:
+                    await asyncio.to_thread(self._model.check_weights, directory, version)
+                    await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
             self._policy_version, self._doubt = version, ""
         finally:
             self._is_keeping = False

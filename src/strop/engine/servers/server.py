@@ -25,7 +25,7 @@ from strop.types import Completion, FinishReason
 ASK_S = 60.0  # for a call that needs no model step
 _CONNECT_S = 10.0
 _SHOWN = 500  # characters of a server's answer in an error
-_OUR_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")  # name our interpreter and its modules
+_OUR_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "GOMP_SPINCOUNT")  # our interpreter, its modules and threads
 
 
 class ServerClient:
@@ -238,6 +238,11 @@ class Server(ABC, Generic[ConfigT]):
     async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
         """Let the server replace its weights by those of `directory` and forget every KV cache; from then on its answers bear
         `label`. Raises `WeightsNotProven` if it holds others then; it samples no more until it has read what it can prove."""
+
+    async def read_adapter(self, directory: Path, *, checksum: str, label: str) -> None:
+        """Let requests that begin now be sampled with the LoRA adapter in `directory`, and their answers bear `label`; those
+        that run keep theirs. Only servers with `engine.adapter_slots` can. Raises `WeightsNotProven` as `read_weights`."""
+        raise NotImplementedError
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV caches until `read_weights`. Only servers with `engine.sleep` can."""

@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -58,6 +58,8 @@ class VllmServer(Server[VllmConfig]):
         self._folder = folder
         self._shared: set[Path] = set()
         self._asleep: list[str] = []  # vLLM's tags of what is not in the memory of the devices
+        self._label = ""  # of the weights
+        self._adapters: list[str] = []  # labels; requests that begin now are sampled with the last
         if config.tensor_parallel > 1:  # no worker holds a whole matrix to multiply with
             how = "by names, shapes and checksum, but not by what its workers compute with"
             _log.warning("%s: with tensor_parallel = %d weights are proven %s.", client.name, config.tensor_parallel, how)
@@ -70,7 +72,13 @@ class VllmServer(Server[VllmConfig]):
         return await server._run(command_line(model, config, folder), environment=environment(config), log=log)
 
     async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
-        return parse_answer(await self._client.post(_GENERATE, to_body(request), timeout_s=timeout_s), server=self.name)
+        adapter, body = (self._adapters or [""])[-1], to_body(request)
+        if adapter:
+            body["model"] = adapter
+        answer = parse_answer(await self._client.post(_GENERATE, body, timeout_s=timeout_s), server=self.name)
+        if adapter and all(label == self._label for label, _ in answer.spans):
+            return replace(answer, spans=[(adapter, len(answer.ids))])
+        return answer
 
     async def progress(self) -> int:
         return parse_progress(await self._client.get_text("/metrics", timeout_s=ASK_S))
@@ -89,12 +97,27 @@ class VllmServer(Server[VllmConfig]):
         except EngineLost as error:
             raise WeightsNotProven(f"the published weights are not proven: {error}") from error
         await self._client.post("/finish_weight_update", {"weight_version": label}, timeout_s=ASK_S)
+        self._label = label
         query = {"reset_running_requests": str(keeps_requests)}
         reset = await self._client.post("/reset_prefix_cache", timeout_s=ASK_S, query=query)
         if not read(Done, reset, server=self.name).success:
             raise WeightsNotProven(f"{self.name} could not drop the KV cache of its older weights.")
         await self._wake("kv_cache")
         await self._client.post("/resume", timeout_s=ASK_S)
+
+    async def read_adapter(self, directory: Path, *, checksum: str, label: str) -> None:
+        """Keeps the KV caches: vLLM looks a prefix up under the name of its adapter."""
+        limit, adapter = self._config.publish_timeout_s, {"lora_name": label, "lora_path": str(directory)}
+        prove = {"method": "prove_adapter", "args": [str(directory), checksum]}
+        try:
+            await self._client.post("/v1/load_lora_adapter", adapter, timeout_s=limit, parsed=False)
+            await self._client.post("/collective_rpc", prove, timeout_s=limit, parsed=False)
+        except EngineLost as error:
+            raise WeightsNotProven(f"the published adapter is not proven: {error}") from error
+        self._adapters.append(label)
+        while len(self._adapters) > self._config.adapter_slots:
+            old = {"lora_name": self._adapters.pop(0)}
+            await self._client.post("/v1/unload_lora_adapter", old, timeout_s=ASK_S, parsed=False)
 
     async def sleep(self) -> None:
         """Level 2: nothing is kept in the memory of the host, since the next publication brings all weights."""
@@ -173,6 +196,9 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         options["--hf-overrides"] = '{"head_dtype": "float32"}'
     flags = ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     flags += ["--enforce-eager"] if config.eager else []
+    if config.adapter_slots:
+        flags.append("--enable-lora")
+        options |= {"--max-loras": config.adapter_slots, "--max-lora-rank": config.adapter_rank}
     if config.sleep:
         flags.append("--enable-sleep-mode")
         options["--gpu-memory-utilization"] = _FREE_AT_START
@@ -182,6 +208,8 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
 def environment(config: VllmConfig) -> dict[str, str]:
     """Of a server that we start. Its development routes are safe where only we can reach its socket."""
     variables = {"PYTHONPATH": str(EXTENSION), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if config.adapter_slots:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.eager:
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles the sampler for 20 s
     return environment_of(config, variables)

@@ -7,9 +7,10 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from strop.engine.protocol import (
+    Capabilities,
     Capacity,
     CompletionRequest,
     InferenceEngine,
@@ -25,9 +26,6 @@ from strop.rollout.scheduler.report import BatchReport
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.types import Completion
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 600.0
@@ -38,8 +36,8 @@ _SETTLE_S = 5.0  # for cancelled completions to end
 _CLOSE_S = 60.0
 _ResultT = TypeVar("_ResultT")
 
-Publish: TypeAlias = "Callable[[torch.dtype], AbstractAsyncContextManager[Publication]]"
-"""Offers the current weights in a dtype, as long as the context lasts."""
+Publish: TypeAlias = Callable[[Capabilities], AbstractAsyncContextManager[Publication]]
+"""Offers the current weights as engines of these capabilities take them, as long as the context lasts."""
 
 
 class EnginePool:
@@ -277,7 +275,7 @@ class EnginePool:
         dtypes = {engine.name: engine.engine.capabilities.dtype for engine in engines}
         if len(set(dtypes.values())) > 1:
             raise ModelError(f"the engines hold weights of different types: {dtypes}. Give all of them the same dtype.")
-        async with publish(dtypes[engines[0].name]) as publication:
+        async with publish(engines[0].engine.capabilities) as publication:
             loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in engines]
             try:
                 await asyncio.gather(*loads)

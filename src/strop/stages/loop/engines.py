@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from strop.cluster.connection import check_installed
-from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, NotThere, UserError
@@ -36,13 +36,12 @@ from strop.types import Task
 _MARGIN = 1.1  # times an engine's own deadline, so that the engine's own error comes first
 
 
-async def open_engine_pool(context: StageContext, model: Path, chat: ChatFormat) -> EnginePool:
-    """Open the engines of the recipe with the weights of the directory `model`.
+async def open_engine_pool(context: StageContext, config: EngineChoice, model: Path, chat: ChatFormat) -> EnginePool:
+    """Open the engines of `config` with the weights of the directory `model`.
 
     Raises:
         UserError: an engine cannot be opened as the recipe says.
     """
-    config = context.recipe.engine
     logs = context.directory.logs
     names = [engine_name(index) for index in range(config.num_engines)]
     engines = await context.open_engines(model, config, detokenize=chat.decode, logs=logs, names=names)

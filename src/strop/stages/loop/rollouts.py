@@ -13,11 +13,12 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from strop.algorithms.method import Selection
+from strop.engine.config import EngineChoice
 from strop.engine.model_directory import config_of
+from strop.engine.protocol import Capabilities
 from strop.engine.publication import Publication
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
@@ -150,13 +151,13 @@ class _Publish:
         self._publication: Publication | None = None  # whose files last
 
     @asynccontextmanager
-    async def __call__(self, dtype: torch.dtype) -> AsyncIterator[Publication]:
+    async def __call__(self, engine: Capabilities) -> AsyncIterator[Publication]:
         if not self._lasts:
-            async with await self._trainer.publication(dtype, version=self._version) as publication:
+            async with await self._trainer.publication(engine, version=self._version) as publication:
                 yield publication
             return
         if self._publication is None:
-            publication = await self._trainer.publication(dtype, version=self._version)
+            publication = await self._trainer.publication(engine, version=self._version)
             publication.keeps_requests = self._keeps_requests
             await publication.files()
             self._publication = publication
@@ -165,6 +166,14 @@ class _Publish:
     async def close(self) -> None:
         if self._publication is not None:
             await self._publication.close()
+
+
+def _engine_of(context: StageContext, stage: PlayedKeys) -> EngineChoice:
+    """The engine of the recipe. If `stage` trains an adapter: with room for those that may be sampled with at once."""
+    engine = context.recipe.engine
+    if not isinstance(stage, RolloutKeys) or stage.trainer.lora is None:
+        return engine
+    return engine.with_adapters(rank=stage.trainer.lora.rank, slots=stage.staleness + 1)
 
 
 @asynccontextmanager
@@ -176,7 +185,7 @@ async def open_player(context: StageContext, stage: PlayedKeys, model: Path) -> 
     """
     chat = load_chat(model)
     async with AsyncExitStack() as opened:
-        pool = await open_engine_pool(context, model, chat)
+        pool = await open_engine_pool(context, _engine_of(context, stage), model, chat)
         opened.push_async_callback(pool.close)
         player = GroupPlayer(context, stage, pool, model, chat)
         opened.push_async_callback(player.close)

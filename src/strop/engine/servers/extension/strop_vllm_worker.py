@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop_weights_proof import NUM_THREADS, prove, read_weights
+from strop_weights_proof import NUM_THREADS, prove, prove_adapter, read_weights
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -42,7 +42,10 @@ class FilesTransferEngine(WeightTransferEngine[WeightTransferInitInfo, FilesInfo
 
 
 class StropWorker:
-    """Adds nothing to vLLM's worker, which imports this file for it."""
+    """Adds to vLLM's worker, which imports this file for it."""
+
+    def prove_adapter(self, directory: str, checksum: str) -> None:
+        prove_adapter(self.get_model(), Path(directory), checksum)  # type: ignore[attr-defined]  # of vLLM's worker
 
 
 WeightTransferEngineFactory.register_engine("strop", FilesTransferEngine)

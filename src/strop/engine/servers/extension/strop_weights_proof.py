@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 _log = logging.getLogger(__name__)
 NUM_THREADS = min(4, os.cpu_count() or 1)  # of hashing
+_BASE = ".base_layer"  # in names of what is wrapped for adapters
 _ROUNDING = 0.01  # of a product in bfloat16, relative; another matrix is off by more than 1
 
 
@@ -28,8 +29,8 @@ def prove(model: Any, loaded: set[str] | None, directory: Path, digests: list[Fu
     """
     if (held := checksum_of(digests)) != checksum:
         raise ValueError(f"they were published with checksum {checksum}, but it holds {held}")
-    names = {name for name, _ in model.named_parameters()}
-    if missing := sorted(names - (names if loaded is None else loaded)):
+    names = {name.replace(_BASE, "") for name, _ in model.named_parameters()}
+    if missing := sorted(names - (names if loaded is None else {name.replace(_BASE, "") for name in loaded})):
         raise ValueError(f"it found no values for {len(missing)} of them: {', '.join(missing[:5])}")
     _pack_again(model)
     stale, num_unproven = _hold_against(model, directory)
@@ -37,6 +38,40 @@ def prove(model: Any, loaded: set[str] | None, directory: Path, digests: list[Fu
         raise ValueError(f"it still computes with older values of {len(stale)}: {', '.join(stale[:5])}")
     if num_unproven:
         _log.warning("%d weights were loaded, but what computes with them could not be asked.", num_unproven)
+
+
+def prove_adapter(model: Any, directory: Path, checksum: str) -> None:
+    """Raise `ValueError` unless the newest LoRA adapter of a model of vLLM has the matrices in `directory`.
+
+    They lie in buffers with one slot for each adapter; parts of a fused matrix have buffers of their own.
+    """
+    digests: list[Future[bytes]] = []
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        matrices = dict(read_weights(directory, digests, threads))
+    if (held := checksum_of(digests)) != checksum:
+        raise ValueError(f"the adapter was published with checksum {checksum}, but its files hold {held}")
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return  # each worker holds a part of every matrix
+    manager = model.lora_manager
+    slot = manager.lora_index_to_id.index(max(manager.list_adapters()))
+    fused_of = _fused_of(manager)
+    for name, matrix in matrices.items():
+        path, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        parent, _, leaf = path.rpartition(".")
+        fused, parts = fused_of.get(leaf, (leaf, [leaf]))
+        module = manager.modules.get(f"{parent}.{fused}")
+        if module is None:
+            raise ValueError(f"it has no layer {parent}.{fused} for the adapter's matrix {name}")
+        stacked = (module.lora_a_stacked if part == "A" else module.lora_b_stacked)[parts.index(leaf)]
+        held_matrix = stacked[slot, 0, : matrix.shape[0], : matrix.shape[1]].cpu()
+        if not torch.equal(held_matrix, matrix.to(held_matrix.dtype)):
+            raise ValueError(f"it computes with other values of the adapter's matrix {name}")
+
+
+def _fused_of(holder: Any) -> dict[str, tuple[str, list[str]]]:
+    """Part of a fused matrix -> (the fused matrix, all its parts)."""
+    mapping = getattr(holder, "packed_modules_mapping", {})
+    return {part: (fused, parts) for fused, parts in mapping.items() for part in parts}
 
 
 def checksum_of(digests: list[Future[bytes]]) -> str:
@@ -84,8 +119,9 @@ def _hold_against(model: Any, directory: Path) -> tuple[list[str], int]:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return [], len([name for name, _ in read_weights(directory, [])])  # each worker holds a part of every matrix
-    fused_of = {part: (fused, parts) for fused, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
-    modules = dict(model.named_modules())
+    fused_of = _fused_of(model)
+    # One that takes adapters is wrapped.
+    modules = {name: getattr(module, "base_layer", module) for name, module in model.named_modules()}
     stale: list[str] = []
     num_unproven = 0
     waiting: dict[str, dict[str, torch.Tensor]] = {}  # parts of fused matrices
