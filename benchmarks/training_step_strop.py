@@ -1,6 +1,7 @@
 """Our side of `training_step.py`: a whole GRPO step for each line on standard input.
 
-Arguments: the model directory, the workload (JSON), the most tokens of a micro-batch. Prints one JSON object a line.
+Arguments: the model directory, the workload (JSON), the most tokens of a micro-batch, the precision. Prints one JSON
+object a line.
 """
 
 from __future__ import annotations
@@ -69,18 +70,18 @@ def batch_of(prompts: list[list[int]], groups: list[list[Completion]]) -> TokenB
 
 
 async def main() -> None:
-    model, max_tokens = Path(sys.argv[1]), int(sys.argv[3])
+    model, max_tokens, precision = Path(sys.argv[1]), int(sys.argv[3]), sys.argv[4]
     workload = json.loads(Path(sys.argv[2]).read_text())
     torch.set_num_threads(2)
     memory = Memory()
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer(text)["input_ids"] for text in workload["prompts"]]
     num_columns = max(map(len, prompts)) + workload["completion_tokens"]
-    engine = TorchEngine.from_directory(model, EngineConfig(slots=64, max_length=num_columns, dtype="bfloat16", device="cpu"))
+    sizes = EngineConfig(slots=64, max_length=num_columns, dtype=precision, device="cpu")  # type: ignore[arg-type]
+    engine = TorchEngine.from_directory(model, sizes)
     config = TrainerConfig(
-        precision="bfloat16",
+        precision=precision,  # type: ignore[arg-type]
         max_tokens_per_microbatch=max_tokens,
-        max_logits=2**28,  # all of a micro-batch's: none are computed twice
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
     trainer, method = Trainer.from_directory(model, config), GRPO()

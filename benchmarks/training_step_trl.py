@@ -1,8 +1,8 @@
 """TRL's side of `training_step.py`: a whole GRPO step for each line on standard input.
 
 Runs in an environment of its own, which has no strop. Arguments: the model directory, the workload (JSON), the rows of a
-micro-batch, "float32" or "bfloat16" for the weights, and "again" where activations are computed again in the backward pass;
-matrix products are in bfloat16 with both. Prints one JSON object a line.
+micro-batch, "float32" or "bfloat16" for matrix products, and "again" where activations are computed again in the backward pass;
+weights are float32. Prints one JSON object a line.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def main() -> None:
-    model_directory, micro_batch, weights = Path(sys.argv[1]), int(sys.argv[3]), sys.argv[4]
+    model_directory, micro_batch, precision = Path(sys.argv[1]), int(sys.argv[3]), sys.argv[4]
     workload = json.loads(Path(sys.argv[2]).read_text())
     prompts, size, length = workload["prompts"], workload["group_size"], workload["completion_tokens"]
     torch.set_num_threads(2)
     memory = Memory()
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=getattr(torch, weights), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="sdpa")
     num_micro_batches = len(prompts) * size // micro_batch
     with tempfile.TemporaryDirectory() as directory:
         config = GRPOConfig(
@@ -47,7 +47,7 @@ def main() -> None:
             loss_type="dapo",  # a token mean over the whole batch
             epsilon=0.2,
             epsilon_high=0.28,
-            bf16=True,
+            bf16=precision == "bfloat16",
             gradient_checkpointing=sys.argv[5:] == ["again"],
             use_cpu=True,
             report_to=[],
