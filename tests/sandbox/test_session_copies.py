@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -335,6 +336,7 @@ def test_nothing_is_left_of_sessions_and_copies() -> None:
             await node.close_session(await node.fork_session(warm))  # starts the helper
             await node.close_session(warm)
             await asyncio.sleep(0.5)
+            gc.collect()  # descriptors that earlier tests left
             before = num_descriptors(), len(below(os.getpid())), mounts_below(os.getpid())
             for _ in range(3):
                 names = [await node.open_session(BARE)]
@@ -361,6 +363,7 @@ def test_a_fork_that_is_cancelled_leaves_the_session_as_it_was() -> None:
             await node.run(RunRequest(code="x = 1", session=session))
             await node.close_session(await node.fork_session(session))
             await asyncio.sleep(0.5)
+            gc.collect()  # descriptors that earlier tests left
             before = num_descriptors(), len(below(os.getpid()))
             delays_ms = (0, 1, 2, 4, 6, 8)
             for after_ms in delays_ms:
