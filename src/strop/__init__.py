@@ -13,10 +13,10 @@ __version__ = "0.1.0"
 
 # libgomp reads this when torch is loaded. By default a thread spins for milliseconds at the end of each parallel operation. If
 # another process has the core of the thread that it waits for, the spinning thread keeps the last free core busy for nothing:
-# one busy process on two cores made a step of the demo three times as long. A short spin and then sleep changes no result. It
-# is longer than what Python does between two operations of a decode step: else each step takes 1.4 times as long.
+# one busy process on two cores made a step of the demo three times as long. A short spin and then sleep changes no result.
+# Where nothing else runs, 3000 makes decode steps of SmolLM2-135M 1.4 times as fast (docs/results.md).
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 if TYPE_CHECKING:
     from strop.algorithms.method import Method

@@ -92,7 +92,7 @@ def test_a_thread_that_releases_its_team_leaves_no_thread_and_can_compute_again(
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    [({}, "300"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_import_strop_limits_spinning_unless_the_user_says_how_threads_wait(environment, expected):
     """A thread that spins for long stops the run when another process keeps a core busy (benchmarks/busy.py)."""

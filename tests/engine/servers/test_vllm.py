@@ -185,25 +185,26 @@ def test_an_adapter_is_served_next_to_the_one_before_it_and_its_logprobs_are_tho
             base = await engine.complete(make_request("base", LONG))
             check(base, LONG, make_model("llama"))
             await engine.release("base")
-            await publish_next(engine, trainer)
-            long = asyncio.create_task(engine.complete(make_request("long", LONG, max_tokens=400)))
-            begun = await engine.progress()
-            while await engine.progress() == begun:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.005)
-            await publish_next(engine, trainer)
-            assert not long.done()
-            newer = await engine.complete(make_request("newer", LONG))
-            assert (newer.spans, newer.cached_tokens) == (((2, 8),), 0)
-            check(newer, LONG, merged[1])
-            older = await long
-            assert older.spans == ((1, 400),)
-            check(older, LONG, merged[0])
-            for version in (3, 4):  # slots are used again
+            for attempt in range(
+                20
+            ):  # the server may have ended the long one before it loads the next adapter; slots are used again
                 await publish_next(engine, trainer)
-                again = await engine.complete(make_request(f"{version}", LONG))
-                assert again.policy_version == version
-                check(again, LONG, merged[-1])
-                await engine.release(f"{version}")
+                long = asyncio.create_task(engine.complete(make_request("long", LONG, max_tokens=400)))
+                begun = await engine.progress()
+                while await engine.progress() == begun:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.002)
+                await publish_next(engine, trainer)
+                is_under_way = not long.done()
+                newer, older = await engine.complete(make_request("newer", LONG)), await long
+                assert (newer.spans, newer.cached_tokens) == (((2 * attempt + 2, 8),), 0)
+                check(newer, LONG, merged[-1])
+                assert older.spans == ((2 * attempt + 1, 400),)
+                check(older, LONG, merged[-2])
+                for name in ("long", "newer"):
+                    await engine.release(name)
+                if is_under_way and attempt:
+                    break
+            assert is_under_way
             with pytest.raises(WeightsNotProven, match=r"published with checksum .* damaged after they were written: .*lora_"):
                 await publish_next(engine, trainer, spoils=True)
         finally:

@@ -25,7 +25,7 @@ from strop.types import Completion, FinishReason
 ASK_S = 60.0  # for a call that needs no model step
 _CONNECT_S = 10.0
 _SHOWN = 500  # characters of a server's answer in an error
-_OUR_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "GOMP_SPINCOUNT")  # our interpreter, its modules and threads
+_OUR_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")  # name our interpreter and its modules
 
 
 class ServerClient:
