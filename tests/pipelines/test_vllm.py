@@ -61,7 +61,7 @@ def test_rollouts_are_in_flight_over_a_publication_and_no_token_is_older_than_k(
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_an_adapter_is_sampled_with_while_the_next_is_trained(tmp_path):
-    """With few slots, as above: the gap to the trainer's log-probs is that of rounding over both adapters."""
+    """With few slots, as above. Which turns of the second step begin before the publication is a matter of time."""
     ahead = "stages.rl.async_rollouts={max_staleness=1, partial=true}"
     lora = "stages.rl.trainer.lora={rank=4, alpha=8}"
     for line in train(tmp_path, ahead, lora, "engine.slots=4", "stages.rl.updates_per_step=1"):
@@ -70,7 +70,7 @@ def test_an_adapter_is_sampled_with_while_the_next_is_trained(tmp_path):
         rollouts = read_rollouts(RunDirectory(tmp_path / "run").stage("rl").rollouts(line["step"]))
         completions = [turn.completion for scored in rollouts for turn in scored.trajectory.turns]
         assert {len(completion.spans) for completion in completions} == {1}  # a turn keeps its adapter
-        assert {version for completion in completions for version, _ in completion.spans} == set(range(line["step"]))
+        assert {version for completion in completions for version, _ in completion.spans} <= set(range(line["step"]))
     [log] = (tmp_path / "run" / "stages" / "rl" / "logs").glob("engine-0*.log")
     assert log.read_text(encoding="utf-8").count("Loaded new LoRA adapter") >= 2
     assert (tmp_path / "run" / "stages" / "rl" / "adapter").exists()

@@ -42,7 +42,7 @@ class FilesTransferEngine(WeightTransferEngine[WeightTransferInitInfo, FilesInfo
 
 
 class StropWorker:
-    """Adds to vLLM's worker, which imports this file for it."""
+    """A method of vLLM's worker, which imports this file for it; it is called by `/collective_rpc`."""
 
     def prove_adapter(self, directory: str, checksum: str) -> None:
         prove_adapter(self.get_model(), Path(directory), checksum)  # type: ignore[attr-defined]  # of vLLM's worker
