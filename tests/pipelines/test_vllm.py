@@ -45,9 +45,9 @@ def test_two_steps_are_trained_on_what_a_server_samples_from_the_weights_of_the_
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_rollouts_are_in_flight_over_a_publication_and_no_token_is_older_than_k(tmp_path):
-    """With few slots, so that the rollouts of the second step are played while the first is trained on."""
+    """One conversation at a time, so that those of the second step outlast the update on the first by far."""
     ahead = "stages.rl.async_rollouts={max_staleness=1, partial=true}"
-    for line in train(tmp_path, ahead, "engine.slots=4", "stages.rl.updates_per_step=1"):
+    for line in train(tmp_path, ahead, "engine.slots=1", "stages.rl.updates_per_step=1"):
         step = line["step"]
         assert line["rollout/void_fraction"] == 0
         assert line["update/grad_norm"] > 0

@@ -357,6 +357,7 @@ def test_a_server_that_is_stopped_or_killed_is_named_with_its_log(tmp_path):
             before = await engine.progress()
             await engine.complete(make_request("a", [1], max_tokens=7))
             assert await engine.progress() >= before + 7
+            os.kill(pid, signal.SIGSTOP)  # so that the request is not done when the server is killed
             running = asyncio.create_task(engine.complete(make_request("b", [1], max_tokens=499)))
             await asyncio.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
