@@ -30,7 +30,7 @@ from strop.run_directory import write_json, write_text
 from training import COMMAND, NUM_WEIGHTS_BODY, NUM_WEIGHTS_HEAD, OPTIONS, RESULTS, TIE, Worker, matmul_flops
 
 NUM_PROMPTS, GROUP_SIZE, COMPLETION_TOKENS, ROUNDS = 8, 8, 128, 3
-OUR_MICRO_BATCHES = (2048, 4096)  # tokens
+OUR_MICRO_BATCHES = (2048, 2560, 4096)  # tokens: one group, two, three
 THEIR_MICRO_BATCHES = ((1, "again"), (4,), (8,))  # rows; activations computed again in the backward pass
 SPEED_BARS = {"bfloat16": 4.0, "float32": 2.1}
 _ITEMS = ("apples", "tickets", "books", "marbles", "stamps", "coins", "shells", "pencils")

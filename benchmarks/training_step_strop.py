@@ -91,6 +91,7 @@ async def main() -> None:
         step += 1
         memory.begin()
         groups = await roll_out(engine, prompts, workload, step)
+        await engine.sleep()
         rolled_s = memory.end()["update_s"]
         report = await trainer.update(batch_of(prompts, groups), method.token_loss, method.token_statistics)
         await trainer.publish(engine, version=step)

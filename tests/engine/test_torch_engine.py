@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -437,6 +438,33 @@ def test_weights_that_make_no_sense_lose_the_engine_instead_of_being_sampled(pla
             await engine.complete(make_request("a", [1]))
 
     play(scenario)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # the latter's head is tied
+def test_an_engine_that_sleeps_holds_no_weights_until_the_next_publication(play, architecture, dtype):
+    model = make_model(architecture)
+
+    async def scenario(engine):
+        before = await engine.complete(make_request("a", range(30)))
+        weights = engine._decoder.weights
+        matrices = [each.gate for each in weights.layers]
+        held = [weakref.ref(each._packed if each.is_sealed else each.dense()) for each in matrices]
+        await engine.sleep()
+        assert weights.embedding.nbytes == 0
+        assert [matrix() for matrix in held] == [None] * len(held)
+        with pytest.raises(WeightsNotProven, match="sleeps until the next publication"):
+            await engine.complete(make_request("b", [1]))
+        await publish(engine, model, version=2)
+        again = await engine.complete(make_request("c", range(30)))
+        assert (again.ids, again.logprobs, again.cached_tokens) == (before.ids, before.logprobs, 0)
+        running = asyncio.create_task(engine.complete(make_request("d", [1], max_tokens=100)))
+        await asyncio.sleep(0)
+        with pytest.raises(StropError, match="the engine cannot sleep while 1 completions are running"):
+            await engine.sleep()
+        assert len((await running).ids) == 100
+
+    play(scenario, model=model, dtype=dtype)
 
 
 def test_requests_that_arrive_during_a_publication_wait_for_its_end(play):

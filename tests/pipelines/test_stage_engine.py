@@ -1,13 +1,14 @@
 """A stage may have an engine of its own: its keys are put over those of the recipe's engine."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
 
 from engine.servers.fake_vllm import FakeVllm
 from faulty_sandbox import FaultySandbox
-from scripted_runs import RECIPE, make_recipe, recipe_of, run_recipe, sums_and_errors
+from scripted_runs import RECIPE, RecordingEngine, make_recipe, recipe_of, run_recipe, sums_and_errors
 from strop.errors import ConfigError
 from strop.pipeline.plan import plan
 from strop.pipeline.run import train
@@ -82,6 +83,32 @@ def test_a_penalty_that_sglang_may_ignore_is_refused():
 def test_the_table_is_merged_before_it_is_validated():
     tree = resolve({"engine": {"dtype": "bfloat16"}, "stages": {"a": {"kind": "eval", "engine": {"slots": 2}}}})
     assert tree["stages"]["a"]["engine"] == {"dtype": "bfloat16", "slots": 2}
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_an_engine_in_the_trainers_process_sleeps_during_an_update(is_apart, tmp_path, monkeypatch):
+    calls, update = [], Trainer.update
+
+    class Sleeping(RecordingEngine):
+        async def sleep(self):
+            calls.append("sleep")
+
+        async def load_weights(self, publication):
+            await super().load_weights(publication)
+            calls.append(f"publish {publication.version}")
+
+    async def noted(*arguments):
+        calls.append("update")
+        return await update(*arguments)
+
+    monkeypatch.setattr(Trainer, "update", noted)
+    run_recipe(tmp_path / "run", make_recipe(), until="sft")
+    calls.clear()
+    recipe = recipe_of(STAGES, engine={"max_length": 256, "own_process": is_apart})
+    run_recipe(tmp_path / "run", recipe, until="rl", make_engine=Sleeping)
+    calls = [call for call, _ in itertools.groupby(calls)]
+    step = ["update"] if is_apart else ["sleep", "update"]
+    assert calls == ["publish 0", *step, "publish 1", *step, "publish 2"]
 
 
 @pytest.mark.parametrize("kind", ["rl", "expert_iteration"])

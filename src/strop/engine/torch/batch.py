@@ -163,12 +163,8 @@ class Batch:
 
         Raises `StropError` if completions run or wait and are not kept.
         """
-        names = [job.request.id for job in (*self._running.values(), *self._waiting)]
-        if names and not keeps_requests:
-            raise StropError(
-                f"weights cannot be loaded while {len(names)} completions are running or waiting ({', '.join(names[:3])}, ...)."
-                " Await or abort them first."
-            )
+        if not keeps_requests:
+            self._require_idle("weights cannot be loaded")
         self._is_loading = True
         if keeps_requests:
             self._table.forget_columns()
@@ -202,6 +198,24 @@ class Batch:
         arrived, self._arrived = self._arrived, []
         for job in arrived:
             self.arrive(job)
+
+    def sleep(self) -> None:
+        """Give back the memory of KV cache and weights until the next load.
+
+        Raises `StropError` if completions run or wait.
+        """
+        self._require_idle("the engine cannot sleep")
+        self._table.close_all()
+        self._decoder.cache.clear()
+        self._weights.free()
+
+    def _require_idle(self, what: str) -> None:
+        names = [job.request.id for job in (*self._running.values(), *self._waiting)]
+        if names:
+            raise StropError(
+                f"{what} while {len(names)} completions are running or waiting ({', '.join(names[:3])}, ...)."
+                " Await or abort them first."
+            )
 
     def _spans(self, job: Job) -> list[tuple[int, int]]:
         """Up to the newest token."""

@@ -195,6 +195,10 @@ class TorchEngine:
 
         await asyncio.wrap_future(self._worker.call(copy))
 
+    async def sleep(self) -> None:
+        """See `SleepingEngine.sleep`."""
+        await asyncio.wrap_future(self._worker.call(self._worker.batch.sleep))
+
     async def close(self) -> None:
         """End the worker; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
         await asyncio.to_thread(self._worker.stop)

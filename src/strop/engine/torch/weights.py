@@ -61,9 +61,14 @@ class Matrix:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain, _TYPICAL_ROWS)
             self._plain = None
 
+    def free(self) -> None:
+        """Give its memory back until `unseal`. Shared ones are others' to free."""
+        if not self._is_shared:
+            self._packed = self._plain = None
+
     def unseal(self) -> None:
-        """Make it writable again. What it held is gone."""
-        if self._packed is not None:
+        """Make it writable again. What it held is gone if it was packed or freed."""
+        if self._plain is None:
             self._packed = None
             self._plain = self._zeros()
 
@@ -216,10 +221,21 @@ class DecoderWeights:
                 give_back_freed_memory()
         give_back_freed_memory()
 
+    def free(self) -> None:
+        """Give the memory back until `unseal`. On a GPU it stays, since graphs hold its addresses."""
+        if self._device.type != "cpu":
+            return
+        for matrix in self._matrices:
+            matrix.free()
+        self.embedding.data = self.embedding.new_empty(0)  # the one vector that is large
+        give_back_freed_memory()
+
     def unseal(self) -> None:
-        """Make every buffer writable; the matrices that were packed hold zeros."""
+        """Make every buffer writable; those that were packed or freed hold nothing of use."""
         for matrix in self._matrices:
             matrix.unseal()
+        if not len(self.embedding):
+            self.embedding.data = self.embedding.new_zeros(self.architecture.vocab_size, self.architecture.hidden_size)
 
     def writable_names(self) -> set[str]:
         """Parameters that are not sealed."""
@@ -333,6 +349,11 @@ class PublishedWeights:
         self._doubt = doubt
         self._names = set()
         self._weights.unseal()
+
+    def free(self) -> None:
+        """Give the memory back. Nothing may sample until weights are published again."""
+        self._doubt = "the engine sleeps until the next publication"
+        self._weights.free()
 
     def copy(self, name: str, tensor: Tensor) -> None:
         """Raises `WeightsNotProven` when the model has no such weight, or one of another shape."""

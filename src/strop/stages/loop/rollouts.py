@@ -214,7 +214,8 @@ class StepRollouts:
         """Raises `UserError` if there are no tasks, or no engine can hold a rollout of them."""
         self.player, self._context, self._stage = player, player.context, stage
         self.reuse: Callable[[int, Rollouts], Rollouts] | None = None  # in flight over publications: `StepLedger`'s, by step
-        self._sleeps = player.context.recipe.engine.sleeps
+        engine = player.context.recipe.engine
+        self._sleeps = engine.sleeps or not engine.is_apart
         self._sources: list[tuple[TaskSource, TaskSource]] = []
         for each in stage.with_each_tasks():
             source = tasks_to_play(player.context, each)
@@ -227,7 +228,7 @@ class StepRollouts:
         return await self.player.publish(trainer, version=version, lasts=self._stage.staleness > 0, keeps_requests=in_flight)
 
     async def sleep(self) -> None:
-        """The rollouts of a step are played: leave the devices to the trainer, if `engine.sleep` says so."""
+        """The rollouts of a step are played: leave the memory to the trainer, if it is the same."""
         if self._sleeps:
             await self.player.pool.sleep()
 
