@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated, TypeAlias, overload
 
 from pydantic import PlainSerializer
@@ -161,6 +162,28 @@ class Completion:
         """Keep the sequences in little memory: a step of a paper has tens of millions of tokens."""
         for name, kind in (("ids", shared_ids), ("logprobs", Floats), ("entropies", Floats)):
             object.__setattr__(self, name, kind(getattr(self, name)))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Completion]) -> Completion:
+        """Return the completion that was sampled in these pieces, in this order, each from where the one before it ended."""
+        if len(pieces) == 1:
+            return pieces[0]
+        spans: list[tuple[int, int]] = []
+        for version, num in chain.from_iterable(piece.spans for piece in pieces):
+            if spans and spans[-1][0] == version:
+                num += spans.pop()[1]
+            spans.append((version, num))
+        together = {
+            name: tuple(chain.from_iterable(getattr(piece, name) for piece in pieces))
+            for name in ("ids", "logprobs", "entropies", "is_forced")
+        }
+        return cls(
+            **together,
+            spans=tuple(spans),
+            finish_reason=pieces[-1].finish_reason,
+            cached_tokens=pieces[0].cached_tokens,
+            drafted_tokens=sum(piece.drafted_tokens for piece in pieces),
+        )
 
     @property
     def policy_version(self) -> int:

@@ -11,7 +11,7 @@ from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, Entropies, InferenceEngine, Truncation, weights_checksum
 from strop.engine.torch.engine import TorchEngine
 from strop.errors import EngineLost, RequestTooLong, StropError, UserError, WeightsNotProven
-from strop.types import FinishReason
+from strop.types import Completion, FinishReason
 
 from .support import VOCAB_SIZE, Tensors, load, make_model, make_request, publish
 
@@ -100,6 +100,28 @@ def test_a_completion_has_one_figure_per_id_and_the_version_of_its_weights(run):
         assert completion.policy_version == engine.policy_version == 7
         assert completion.finish_reason is FinishReason.LENGTH
         assert completion.cached_tokens == 0
+
+    run(scenario)
+
+
+def test_a_completion_that_is_asked_for_in_pieces_is_the_completion(run):
+    async def scenario(engine):
+        whole = await engine.complete(make_request("whole", [1, 2, 3], max_tokens=24, seed=5))
+        pieces, ids = [], [1, 2, 3]
+        for num_before in (0, 8, 16):
+            extends = {"extends": f"piece {num_before - 8}", "at": len(ids)} if num_before else {}
+            asked = make_request(f"piece {num_before}", ids, max_tokens=8, seed=5, num_before=num_before, **extends)
+            pieces.append(await engine.complete(asked))
+            ids = [*ids, *pieces[-1].ids]
+        joined = Completion.joined(pieces)
+        assert len(joined.ids) == len(joined.logprobs) == len(joined.is_forced) == 24
+        assert (joined.spans, joined.finish_reason) == (((7, 24),), FinishReason.LENGTH)
+        if engine.capabilities.is_deterministic:
+            assert (joined.ids, joined.logprobs, joined.entropies) == (whole.ids, whole.logprobs, whole.entropies)
+        else:
+            again = await engine.complete(make_request("again", [1, 2, 3], max_tokens=24, seed=5))
+            assert again.ids[:8] == joined.ids[:8]
+            assert len({piece.ids for piece in pieces}) > 1  # each has its own random numbers
 
     run(scenario)
 

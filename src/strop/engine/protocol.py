@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
-from strop.types import Completion, FinishReason
+from strop.types import Completion, FinishReason, derive_seed
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,7 @@ class CompletionRequest:
     stop_ids: frozenset[int]
     temperature: float
     seed: int  # only the seed and the position in the completion decide how a token is drawn
+    num_before: int = 0  # tokens of the same completion that requests before this one sampled
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0  # stop ids are banned before it; log-probs are computed with the same ban
     extends: str = ""
@@ -84,6 +85,11 @@ class CompletionRequest:
     entropies: Entropies = Entropies.ANY
     truncation: Truncation | None = None  # log-probs are of the truncated distribution
     probe: Probe | None = None
+
+    @property
+    def server_seed(self) -> int:
+        """The seed for a server, which counts positions from the begin of a request."""
+        return derive_seed(self.seed, self.num_before) if self.num_before else self.seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -92,14 +92,17 @@ class ScriptedEngine:
 
     def completion(self, request: CompletionRequest, number: int, *, cached_tokens: int = 0) -> Completion:
         """The scripted reply to `request`, the `number`-th from 0, as a model's completion."""
-        reply = self._reply(request, number)
-        stop = next((index + 1 for index, token in enumerate(reply.ids) if token in request.stop_ids), None)
-        length = min(stop or len(reply.ids), request.max_tokens)
+        start = request.num_before
+        whole = replace(request, ids=request.ids[:-start], max_tokens=start + request.max_tokens) if start else request
+        reply = self._reply(whole, number)
+        ids = reply.ids[start:]
+        stop = next((index + 1 for index, token in enumerate(ids) if token in request.stop_ids), None)
+        length = min(stop or len(ids), request.max_tokens)
         is_stopped = length == stop or length < request.max_tokens
         return Completion(
-            ids=reply.ids[:length],
-            logprobs=reply.logprobs[:length],
-            entropies=reply.entropies[:length],
+            ids=ids[:length],
+            logprobs=reply.logprobs[start : start + length],
+            entropies=reply.entropies[start : start + length],
             is_forced=(False,) * length,
             spans=((self._policy_version, length),),
             finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,

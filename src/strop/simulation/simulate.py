@@ -194,6 +194,8 @@ class _Progress:
     prompt_tokens: int
     context_tokens: int
     num_turns: int = 0  # completed, tools included
+    num_sampled: int = 0  # of the turn
+    num_asked: int = 0  # by the newest run
 
     @property
     def turn(self) -> TracedTurn:
@@ -272,12 +274,13 @@ class _Simulation:
 
     def _run(self, run: Run) -> None:
         rollout = self._rollouts[run.key]
+        rollout.num_asked = min(run.max_tokens, rollout.turn.num_tokens - rollout.num_sampled)
         self._touch(run.engine).submit(
             run.key,
             run.run,
             prompt_tokens=rollout.prompt_tokens,
             context_tokens=rollout.context_tokens,
-            num_tokens=rollout.turn.num_tokens,
+            num_tokens=rollout.num_asked,
             now_s=self._now_s,
         )
 
@@ -303,6 +306,7 @@ class _Simulation:
         self._idle_tool_workers += 1
         rollout.context_tokens += num_tokens
         rollout.num_turns += 1
+        rollout.num_sampled = 0
         self.handle(self.scheduler.tool_finished, key, num_tokens=num_tokens)
         while self._queued_tools and self._idle_tool_workers > 0:
             self._start_tools(self._queued_tools.popleft())
@@ -315,15 +319,17 @@ class _Simulation:
             self._finish_completion(each)
 
     def _finish_completion(self, done: Finished) -> None:
-        rollout, num_tokens = self._rollouts[done.key], self._rollouts[done.key].turn.num_tokens
-        rollout.context_tokens += num_tokens
-        if rollout.num_turns + 1 == len(rollout.turns):
+        rollout, scheduler = self._rollouts[done.key], self.scheduler
+        rollout.context_tokens += rollout.num_asked
+        rollout.num_sampled += rollout.num_asked
+        is_turn = rollout.num_sampled == rollout.turn.num_tokens
+        if is_turn and rollout.num_turns + 1 == len(rollout.turns):
             self._ended[done.key] = self._now_s
         self.handle(
-            self.scheduler.turn_finished,
+            scheduler.turn_finished if is_turn else scheduler.piece_finished,
             done.key,
             run=done.run,
-            num_tokens=num_tokens,
+            num_tokens=rollout.num_asked,
             recomputed_tokens=done.recomputed_tokens,
         )
         if done.key in self._ended:

@@ -10,10 +10,11 @@ from pools import assert_exact, play_all, pool_of, undisturbed
 from virtual_time import run
 from worlds import MAX_TOKENS, Conversations, FragileEngine, Watcher, tokens_of
 
+from faulty_engine import FaultyEngine
 from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import StropError, UserError
 from strop.rollout.scheduler.scheduler import SchedulerConfig
-from strop.types import RolloutKey
+from strop.types import FinishReason, RolloutKey
 
 
 @pytest.mark.parametrize("policy", ["scheduler", "static"])
@@ -32,6 +33,54 @@ def test_engines_of_unequal_size_share_the_work_and_give_the_tokens_that_one_giv
         return tokens_of(groups)
 
     assert run(scenario) == undisturbed()
+
+
+@pytest.mark.parametrize("stop_strings", [(), ("x",)])
+@pytest.mark.parametrize("min_tokens", [0, 12])
+def test_a_turn_in_pieces_is_the_turn_and_a_lost_engine_costs_a_piece_of_it(min_tokens, stop_strings, monkeypatch):
+    monkeypatch.setattr("strop.rollout.scheduler.scheduler._PIECE_TOKENS", 10)
+    whole = CompletionRequest(
+        id="a",
+        ids=(1, 2, 3),
+        max_tokens=34,
+        stop_ids=frozenset({9}),
+        temperature=1.0,
+        seed=5,
+        min_tokens=min_tokens,
+        stop_strings=stop_strings,
+    )
+
+    def count(request):
+        assert request.ids == (1, 2, 3)
+        return range(100, 150)
+
+    async def scenario():
+        engines = [FaultyEngine(count, latency_s=1.0) for _ in range(3)]
+        pool = pool_of(*engines)
+        async with pool.batch() as batch:
+            lease = await batch.offer(RolloutKey(task_index=0, attempt=0), whole.ids, max_tokens=40)
+            sampling = asyncio.create_task(lease.complete(whole))
+            await asyncio.sleep(2.5)
+            await engines[0].kill()
+            completion = await sampling
+            lease.close()
+        assert completion.ids == tuple(range(100, 134))
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.spans == ((0, 34),)
+        first, other = (
+            [each.requests for each in engines if each.requests][:2] if not stop_strings else (engines[0].requests, [])
+        )
+        asked = [[(each.id, each.num_before, each.max_tokens, each.min_tokens) for each in one] for one in (first, other)]
+        if stop_strings:
+            assert asked == [[("a", 0, 34, min_tokens)], []]
+            return
+        third = ("a+20", 20, 10, 0)
+        assert asked[0] == [("a", 0, 10, min(min_tokens, 10)), ("a+10", 10, 10, max(0, min_tokens - 10)), third]
+        assert asked[1] == [third, ("a+30", 30, 4, 0)]
+        assert other[0].ids == (1, 2, 3, *range(100, 120))
+        assert (pool.last_batch.ledger.turns, pool.last_batch.ledger.lost_turns) == (1, 1)
+
+    run(scenario)
 
 
 def test_a_conversation_stays_on_its_engine_and_goes_on_from_what_that_holds():

@@ -62,8 +62,15 @@ def alone(model):
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("scheduler", (2, 3)), ("static", (2,))])
-def test_law_8_neither_the_number_of_engines_nor_the_policy_changes_a_token(model, alone, slots, policy):
+@pytest.mark.parametrize(
+    ("policy", "slots", "piece_tokens"),
+    [("scheduler", (2, 3), 1024), ("scheduler", (2, 3), 5), ("scheduler", (6, 6), 1), ("static", (2,), 5)],
+)
+def test_law_8_neither_the_number_of_engines_nor_the_policy_changes_a_token(
+    model, alone, slots, policy, piece_tokens, monkeypatch
+):
+    monkeypatch.setattr("strop.rollout.scheduler.scheduler._PIECE_TOKENS", piece_tokens)
+
     async def scenario():
         engines = open_engines(model, *slots)
         pool = EnginePool(engines, SchedulerConfig(policy=policy))
@@ -78,6 +85,8 @@ def test_law_8_neither_the_number_of_engines_nor_the_policy_changes_a_token(mode
     assert all(engine.row_s > 0 for engine in report.engines)
     if policy == "scheduler":
         assert report.evictions == report.ledger.recomputed_tokens == 0
+        assert report.ledger.runs[RunReason.CONTINUE] > 0
+        assert (sum(report.ledger.runs.values()) > report.ledger.turns) == (piece_tokens < 1024)
 
 
 def test_an_engine_that_ends_in_mid_step_costs_no_rollout_and_no_token(model, alone):

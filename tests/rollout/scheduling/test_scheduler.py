@@ -211,6 +211,34 @@ def test_a_rollout_moves_between_turns_to_an_engine_that_has_much_less_to_comput
     assert [reserved_blocks(one, each, of=400) for each in sorted({"a", name})] == [0] * (1 + moves)
 
 
+def test_of_several_engines_one_is_asked_for_a_piece_of_a_turn_after_which_the_rollout_may_move() -> None:
+    one = scheduler(*(engine(name, kv_blocks=1000) for name in "abc"))
+    [first] = offer(one, 0, max_tokens=3000)
+    assert first == Run(key=key(0, 0), engine="a", run=1, reason=RunReason.START, max_tokens=1024)
+    assert started(offer(one, 1, max_tokens=3000) + offer(one, 2, max_tokens=3000)) == [(key(1, 0), "b"), (key(2, 0), "c")]
+    [second] = one.piece_finished(1.0, key(0, 0), run=1, num_tokens=1024)
+    assert second == Run(key=key(0, 0), engine="a", run=2, reason=RunReason.CONTINUE, max_tokens=1024)
+    offer(one, 0, num=0)
+    [third] = one.branch_requested(2.0, key(0, 0, 1), parent=key(0, 0), max_tokens=500)  # now "a" has two long contexts
+    assert (third.engine, third.max_tokens) == ("a", 500)
+    finish(one, key(1, 0), run=1, num_tokens=5, now_s=3.0)
+    release, fourth = one.piece_finished(4.0, key(0, 0), run=2, num_tokens=1024)
+    assert release == Release(key=key(0, 0), engine="a")
+    assert fourth == Run(key=key(0, 0), engine="b", run=3, reason=RunReason.MOVE, max_tokens=952)
+    assert one.piece_finished(5.0, key(0, 0), run=2, num_tokens=7) == []  # from where it was before
+    [tools] = one.turn_finished(6.0, key(0, 0), run=3, num_tokens=52)
+    assert tools == CallTools(key=key(0, 0))
+    assert (one.ledger.turns, one.ledger.sampled_tokens, one.ledger.stale_answers) == (2, 2105, 1)
+
+
+@pytest.mark.parametrize(("policy", "names"), [("scheduler", "a"), ("static", "ab")])
+def test_a_turn_is_asked_for_at_once_of_a_single_engine_and_by_static(policy: str, names: str) -> None:
+    one = scheduler(*(engine(name, kv_blocks=1000) for name in names), policy=policy)
+    [run] = offer(one, 0, max_tokens=3000)
+    assert isinstance(run, Run)
+    assert run.max_tokens == 3000
+
+
 def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:
     one = scheduler(engine("a"))
     offer(one, 0)

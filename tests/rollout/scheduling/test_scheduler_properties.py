@@ -103,6 +103,9 @@ class Driver:
             self.end(key, run, 0)
         elif num_tokens == run.max_tokens or self.random.random() < 0.4:
             self.end(key, run, num_tokens)
+        elif self.random.random() < 0.3:
+            self.sampled += num_tokens
+            self.tell("piece_finished", key, run=run.run, num_tokens=num_tokens)
         else:
             self.sampled += num_tokens
             self.calling[key] = run.max_tokens - num_tokens

@@ -70,6 +70,20 @@ def test_static_waits_for_the_slowest_of_a_turn_and_the_scheduler_does_not() -> 
     assert ours.makespan_s < static.makespan_s
 
 
+def test_rollouts_that_move_within_turns_end_sooner_and_sample_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    played, engines = heavy_tailed(num_groups=16, group_size=32, seed=0), "abcdefgh"
+    outcomes = []
+    for piece_tokens in (10**9, 256):
+        monkeypatch.setattr("strop.rollout.scheduler.scheduler._PIECE_TOKENS", piece_tokens)
+        machines = [machine(name, kv_tokens=10**6, timing=load_timing()) for name in engines]
+        outcomes.append(simulate(played, machines, SchedulerConfig()))
+    whole, pieces = outcomes
+    assert pieces.makespan_s < 0.95 * whole.makespan_s
+    assert pieces.ledger.moved_tokens > whole.ledger.moved_tokens
+    for name in ("turns", "sampled_tokens", "observation_tokens", "ended"):
+        assert getattr(pieces.ledger, name) == getattr(whole.ledger, name)
+
+
 def test_full_reservation_never_evicts_where_static_and_over_subscription_do() -> None:
     rollouts = tuple((turn(90),) for _ in range(6))
     tight = [machine(kv_tokens=300)]

@@ -241,7 +241,7 @@ def to_body(request: CompletionRequest) -> dict[str, Any]:
         "sampling_params": {
             "temperature": request.temperature,
             **asdict(request.truncation or Truncation()),
-            "seed": request.seed % 2**63,
+            "seed": request.server_seed % 2**63,
             "max_tokens": request.max_tokens,
             "min_tokens": request.min_tokens,
             "stop_token_ids": sorted(request.stop_ids),

@@ -258,7 +258,9 @@ class Worker:
 
     def submit(self, request: CompletionRequest) -> Future[Completion]:
         """Queue a request. Cancel it by `Batch.abandon`, with the future that this returned."""
-        job = Job(request=request, future=Future(), uniforms=uniforms(request.seed, request.max_tokens))
+        first = request.num_before
+        drawn = uniforms(request.seed, first + request.max_tokens)[first:]
+        job = Job(request=request, future=Future(), uniforms=drawn)
         self._track(job.future)
         self.tell(partial(self.batch.arrive, job))
         return job.future

@@ -12,7 +12,7 @@ from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import EngineLost, MachineError, StropError
 from strop.rollout.scheduler.report import BatchReport, EngineReport, Ledger
 from strop.rollout.scheduler.scheduler import Action, CallTools, Release, Run, RunReason, make_scheduler
-from strop.types import Completion, RolloutKey
+from strop.types import Completion, FinishReason, RolloutKey
 
 if TYPE_CHECKING:
     from strop.rollout.scheduler.engine_pool import EnginePool, PooledEngine
@@ -249,6 +249,19 @@ class _Once:
         self._is_done = True
 
 
+def _rest(request: CompletionRequest, piece: Completion) -> CompletionRequest:
+    """What is left of `request` after its first `piece`."""
+    num, num_before = len(piece.ids), request.num_before + len(piece.ids)
+    return replace(
+        request,
+        id=f"{request.id.partition('+')[0]}+{num_before}",
+        ids=(*request.ids, *piece.ids),
+        max_tokens=request.max_tokens - num,
+        min_tokens=max(0, request.min_tokens - num),
+        num_before=num_before,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Prefix:
     """A request whose cached context the next request may extend."""
@@ -287,8 +300,10 @@ class Lease:
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
 
-        If an engine is lost, another one samples the turn again from the same seed. The probe of the request is called once,
-        with all entropies if there are fewer; `branch` then forks before the completion.
+        Where there are several engines, a turn is sampled a piece at a time, and the rollout may move after each; one with a
+        probe or stop strings, which may lie across two pieces, is sampled at once. If an engine is lost, another one samples
+        what that had begun again from the same seed. The probe of the request is called once, with all entropies if there
+        are fewer; `branch` then forks before the completion.
 
         Raises:
             EngineLost: no engine is left.
@@ -303,6 +318,33 @@ class Lease:
             once.close()
 
     async def _complete(self, request: CompletionRequest, once: _Once | None) -> Completion:
+        batch, rest, pieces = self._batch, request, list[Completion]()
+        has_pieces = request.probe is None and not request.stop_strings
+        while True:
+            run, completion, recomputed = await self._ask(rest, has_pieces=has_pieces)
+            pieces.append(completion)
+            num = len(completion.ids)
+            if completion.finish_reason is not FinishReason.LENGTH or num == rest.max_tokens:
+                break
+            rest = _rest(rest, completion)
+            self._num_known = len(rest.ids)
+            piece_finished = batch.scheduler.piece_finished
+            batch.handle(piece_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
+        completion = Completion.joined(pieces)
+        if once is not None:
+            once.finish(tuple(completion.entropies))
+        self._num_known = len(rest.ids) + num
+        if batch.is_crowded(batch.engines[run.engine]):
+            self.free_memory()
+        self._may_call_tools = False
+        batch.handle(batch.scheduler.turn_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
+        while not self._may_call_tools:
+            await self._wait()
+        batch.handle(batch.scheduler.tool_started, self.key)
+        return completion
+
+    async def _ask(self, request: CompletionRequest, *, has_pieces: bool) -> tuple[Run, Completion, int]:
+        """One completion of the engine that is granted, and how many tokens of its context were computed a second time."""
         batch = self._batch
         while True:
             while self._run is None:
@@ -310,8 +352,11 @@ class Lease:
             run, self._run = self._run, None
             engine = batch.engines[run.engine]
             extended, before, num_known = request, self._prefix, self._num_known
+            if has_pieces and run.max_tokens < request.max_tokens:
+                num = run.max_tokens
+                extended = replace(request, max_tokens=num, min_tokens=min(request.min_tokens, num))
             if before is not None and before.engine is engine:
-                extended = replace(request, extends=before.request_id, at=num_known)
+                extended = replace(extended, extends=before.request_id, at=num_known)
             self._prefix, self._num_known = _Prefix(engine, request.id, is_own=True), len(request.ids)
             try:
                 completion = await batch.complete(engine, extended)
@@ -331,18 +376,7 @@ class Lease:
             batch.num_evictions += 1
         if run.reason is RunReason.BRANCH:
             batch.branched(num_shared=num_known - 1, num_cached=completion.cached_tokens)
-        if once is not None:
-            once.finish(tuple(completion.entropies))
-        num_tokens = len(completion.ids)
-        self._num_known = len(request.ids) + num_tokens
-        if batch.is_crowded(engine):
-            self.free_memory()
-        self._may_call_tools = False
-        batch.handle(batch.scheduler.turn_finished, self.key, run=run.run, num_tokens=num_tokens, recomputed_tokens=recomputed)
-        while not self._may_call_tools:
-            await self._wait()
-        batch.handle(batch.scheduler.tool_started, self.key)
-        return completion
+        return run, completion, recomputed
 
     def observed(self, num_tokens: int) -> None:
         """The tools have answered with `num_tokens` tokens, and the rollout continues."""

@@ -7,16 +7,18 @@ this order. A scheduler never waits and never reads a clock.
 | ---------------------------------- | ------------------ | ------------------------------------------------------------ |
 | an engine is ready                 | `engine_joined`    | `Run` of rollouts that wait                                  |
 | a rollout is ready to start        | `offered`          | `Run(reason=START)` if it fits                               |
-| `complete` returned                | `turn_finished`    | `CallTools`, at once or at static's barrier                  |
+| a turn came back                   | `turn_finished`    | `CallTools`, at once or at static's barrier                  |
+| a piece of a turn came back        | `piece_finished`   | `Run(reason=CONTINUE)`; or `Release`, and `Run(reason=MOVE)` |
 | the sandbox starts the tool calls  | `tool_started`     | none                                                         |
 | the observation is complete        | `tool_finished`    | `Run(reason=CONTINUE)`; or `Release`, and `Run(reason=MOVE)` |
 | the method wants to fork a rollout | `branch_requested` | `Run(reason=BRANCH)`, now or when it fits                    |
 | the rollout ended, for any reason  | `ended`            | `Release`, and `Run` of rollouts that wait                   |
 | an engine is lost                  | `engine_died`      | `Run(reason=RESTART)` on another engine                      |
 
-A `Run` is one call of `InferenceEngine.complete` with at most `max_tokens` new tokens. `Run.run` is reported back with the
-answer. The scheduler counts and ignores an answer to an older run: its engine was lost, or its rollout has ended. A rollout
-that loses its engine keeps its finished turns; another engine samples the lost turn again from the same seed.
+A `Run` is one call of `InferenceEngine.complete` with at most `max_tokens` new tokens. With several engines it is for a piece
+of a turn at most, after which the rollout may move. `Run.run` is reported back with the answer. The scheduler counts and
+ignores an answer to an older run: its engine was lost, or its rollout has ended. A rollout that loses its engine keeps its
+finished turns and pieces; another engine samples the lost one again from the same seed.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from strop.rollout.scheduler.report import EngineUsage, Ledger, StepFunction
 from strop.types import RolloutKey
 
 _MAX_SKIPPED = 16  # groups of the queue that a refill looks past
+_PIECE_TOKENS = 1024  # of a turn
 
 
 class SchedulerConfig(Config):
@@ -78,7 +81,7 @@ class Run:
     engine: str
     run: int  # number of this run, reported back with its answer
     reason: RunReason
-    max_tokens: int  # left of the response
+    max_tokens: int  # left of the response, or those of a piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,21 +195,19 @@ class Scheduler:
             num_tokens: sampled.
             recomputed_tokens: computed before by this engine, but no longer in its cache.
         """
-        rollout = self._rollouts.get(key)
-        if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != run:
-            self.ledger.stale_answers += 1
-            return
-        if num_tokens > rollout.max_tokens:
-            raise StropError(f"rollout {key} has {rollout.max_tokens} tokens left, but sampled {num_tokens}.")
-        self._grow(rollout, num_tokens)
-        rollout.known_tokens = rollout.context_tokens
-        self.ledger.turns += 1
-        self.ledger.sampled_tokens += num_tokens
-        self.ledger.recomputed_tokens += recomputed_tokens
-        self._stop_running(rollout)
-        rollout.phase = Phase.CALLING
-        rollout.called_s, rollout.tool_started_s = self._now_s, None
-        self._finish_turn(rollout, num_tokens)
+        if (rollout := self._answered(key, run, num_tokens, recomputed_tokens)) is not None:
+            self.ledger.turns += 1
+            rollout.phase = Phase.CALLING
+            rollout.called_s, rollout.tool_started_s = self._now_s, None
+            self._finish_turn(rollout, num_tokens)
+
+    @_event
+    def piece_finished(self, key: RolloutKey, *, run: int, num_tokens: int, recomputed_tokens: int = 0) -> None:
+        """A completion came back that has the `max_tokens` of its `Run`, and the turn goes on. See `turn_finished`."""
+        if (rollout := self._answered(key, run, num_tokens, recomputed_tokens)) is not None:
+            if not rollout.is_branch:
+                self._queue.grew(rollout.size.group, num_tokens)
+            self._continue(rollout)
 
     @_event
     def tool_started(self, key: RolloutKey) -> None:
@@ -469,8 +470,29 @@ class Scheduler:
         engine.num_running += 1
         self._record_usage(engine)
         self.ledger.runs[reason] += 1
-        run = Run(key=rollout.key, engine=engine.name, run=rollout.num_runs, reason=reason, max_tokens=rollout.max_tokens)
-        self._actions.append(run)
+        max_tokens = self._longest_run(rollout)
+        self._actions.append(
+            Run(key=rollout.key, engine=engine.name, run=rollout.num_runs, reason=reason, max_tokens=max_tokens)
+        )
+
+    def _longest_run(self, rollout: Rollout) -> int:
+        """Tokens of the next completion at most."""
+        return rollout.max_tokens if self._placement is None else min(rollout.max_tokens, _PIECE_TOKENS)
+
+    def _answered(self, key: RolloutKey, run: int, num_tokens: int, recomputed_tokens: int) -> Rollout | None:
+        """Count a completion; None if nobody waits for it any more."""
+        rollout = self._rollouts.get(key)
+        if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != run:
+            self.ledger.stale_answers += 1
+            return None
+        if num_tokens > rollout.max_tokens:
+            raise StropError(f"rollout {key} has {rollout.max_tokens} tokens left, but sampled {num_tokens}.")
+        self._grow(rollout, num_tokens)
+        rollout.known_tokens = rollout.context_tokens
+        self.ledger.sampled_tokens += num_tokens
+        self.ledger.recomputed_tokens += recomputed_tokens
+        self._stop_running(rollout)
+        return rollout
 
     def _stop_running(self, rollout: Rollout) -> None:
         """The completion under way will not come back, or does not count."""

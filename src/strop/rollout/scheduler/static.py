@@ -56,6 +56,9 @@ class StaticScheduler(Scheduler):
         spec = barrier.engine.spec
         return barrier.num_live > spec.max_conversations or barrier.blocks > spec.kv_blocks
 
+    def _longest_run(self, rollout: Rollout) -> int:
+        return rollout.max_tokens
+
     def _offer(self, rollout: Rollout) -> None:
         fewest = min(self._barriers.values(), key=lambda each: each.num_dealt)
         self._dealt.setdefault(rollout.size.group, fewest).add(rollout)
