@@ -188,7 +188,7 @@ class Completion:
     @property
     def policy_version(self) -> int:
         """Of the oldest weights that sampled a token of it; -1 without tokens."""
-        return self.spans[0][0] if self.spans else -1
+        return min((version for version, _ in self.spans), default=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

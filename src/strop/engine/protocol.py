@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
-from strop.types import Completion, FinishReason, derive_seed
+from strop.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,6 @@ class CompletionRequest:
     entropies: Entropies = Entropies.ANY
     truncation: Truncation | None = None  # log-probs are of the truncated distribution
     probe: Probe | None = None
-
-    @property
-    def server_seed(self) -> int:
-        """The seed for a server, which counts positions from the begin of a request."""
-        return derive_seed(self.seed, self.num_before) if self.num_before else self.seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,14 @@ def test_engines_of_unequal_size_share_the_work_and_give_the_tokens_that_one_giv
     assert run(scenario) == undisturbed()
 
 
+class Moving(FaultyEngine):
+    """Its rollouts may move."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, is_deterministic=False)
+
+
 @pytest.mark.parametrize("stop_strings", [(), ("x",)])
 @pytest.mark.parametrize("min_tokens", [0, 12])
 def test_a_turn_in_pieces_is_the_turn_and_a_lost_engine_costs_a_piece_of_it(min_tokens, stop_strings, monkeypatch):
@@ -55,7 +63,7 @@ def test_a_turn_in_pieces_is_the_turn_and_a_lost_engine_costs_a_piece_of_it(min_
         return range(100, 150)
 
     async def scenario():
-        engines = [FaultyEngine(count, latency_s=1.0) for _ in range(3)]
+        engines = [Moving(count, latency_s=1.0) for _ in range(3)]
         pool = pool_of(*engines)
         async with pool.batch() as batch:
             lease = await batch.offer(RolloutKey(task_index=0, attempt=0), whole.ids, max_tokens=40)
@@ -79,6 +87,7 @@ def test_a_turn_in_pieces_is_the_turn_and_a_lost_engine_costs_a_piece_of_it(min_
         assert asked[1] == [third, ("a+30", 30, 4, 0)]
         assert other[0].ids == (1, 2, 3, *range(100, 120))
         assert (pool.last_batch.ledger.turns, pool.last_batch.ledger.lost_turns) == (1, 1)
+        assert pool.last_batch.request_tokens == 3  # of a turn once
 
     run(scenario)
 

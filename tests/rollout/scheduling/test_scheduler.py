@@ -23,8 +23,9 @@ def key(task: int, attempt: int, branch: int = 0) -> RolloutKey:
     return RolloutKey(task_index=task, attempt=attempt, branch=branch)
 
 
-def engine(name: str, *, kv_blocks: int = 20, max_conversations: int = 100) -> EngineSpec:
-    return EngineSpec(name=name, kv_blocks=kv_blocks, block_tokens=10, max_conversations=max_conversations)
+def engine(name: str, *, kv_blocks: int = 20, max_conversations: int = 100, keeps_rollouts: bool = False) -> EngineSpec:
+    size = {"kv_blocks": kv_blocks, "block_tokens": 10, "max_conversations": max_conversations}
+    return EngineSpec(name=name, keeps_rollouts=keeps_rollouts, **size)
 
 
 def offer(
@@ -237,6 +238,15 @@ def test_a_turn_is_asked_for_at_once_of_a_single_engine_and_by_static(policy: st
     [run] = offer(one, 0, max_tokens=3000)
     assert isinstance(run, Run)
     assert run.max_tokens == 3000
+
+
+def test_engines_that_keep_rollouts_sample_whole_turns_and_lose_none_to_a_lighter_one() -> None:
+    one = scheduler(*(engine(name, kv_blocks=20_000, keeps_rollouts=True) for name in "ab"))
+    first, second = offer(one, 0, num=2, max_tokens=3000)
+    assert (first.max_tokens, first.engine, second.engine) == (3000, "a", "a")
+    one.turn_finished(1.0, key(0, 0), run=1, num_tokens=10)
+    [run] = one.tool_finished(2.0, key(0, 0), num_tokens=5)
+    assert (run.reason, run.engine) == (RunReason.CONTINUE, "a")
 
 
 def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:

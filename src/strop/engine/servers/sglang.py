@@ -140,7 +140,7 @@ def to_body(request: CompletionRequest, rid: str) -> dict[str, Any]:
             "temperature": request.temperature,
             **asdict(truncation),
             "top_k": truncation.top_k or -1,
-            "sampling_seed": request.server_seed % 2**31,
+            "sampling_seed": request.seed % 2**31,
             "max_new_tokens": request.max_tokens,
             "min_new_tokens": request.min_tokens,
             "stop_token_ids": sorted(request.stop_ids),

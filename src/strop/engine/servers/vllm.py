@@ -36,6 +36,7 @@ from strop.engine.servers.server import (
     read,
 )
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
+from strop.types import derive_seed
 
 _log = logging.getLogger(__name__)
 
@@ -236,12 +237,14 @@ def kv_bytes(model: ModelFacts, config: VllmConfig) -> int:
 
 def to_body(request: CompletionRequest) -> dict[str, Any]:
     """A request in vLLM's words."""
+    # vLLM counts positions from the begin of a request: a later piece of a completion needs random numbers of its own.
+    seed = derive_seed(request.seed, request.num_before) if request.num_before else request.seed
     return {
         "token_ids": list(request.ids),
         "sampling_params": {
             "temperature": request.temperature,
             **asdict(request.truncation or Truncation()),
-            "seed": request.server_seed % 2**63,
+            "seed": seed % 2**63,
             "max_tokens": request.max_tokens,
             "min_tokens": request.min_tokens,
             "stop_token_ids": sorted(request.stop_ids),

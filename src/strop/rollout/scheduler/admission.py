@@ -47,6 +47,7 @@ class EngineSpec:
     block_tokens: int
     max_conversations: int  # that hold KV memory at the same time
     max_tokens: int | None = None  # of the longest conversation; None: limited only by the number of blocks
+    keeps_rollouts: bool = False  # none moves to another engine: its log-probs are to repeat bit for bit, or it has an adapter
 
     @property
     def longest(self) -> int:

@@ -23,7 +23,7 @@ RESUME = "Finished rollouts are saved. Run the same command to continue."
 
 
 class EngineRemovedError(StropError):
-    """The engine was lost while it sampled a completion. Another engine samples the turn again."""
+    """The engine was lost while it sampled a completion. Another engine samples it again."""
 
 
 class RolloutBatch:
@@ -42,7 +42,7 @@ class RolloutBatch:
         self._releasing: set[asyncio.Task[None]] = set()
         self._cached_tokens = self._request_tokens = self._drafted_tokens = 0
         self._branch_cached_tokens = self._branch_tokens = 0
-        self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a request, by its id
+        self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a turn, by the id of its first request
 
     @property
     def max_request_tokens(self) -> int | None:
@@ -89,7 +89,7 @@ class RolloutBatch:
         self.handle(self.scheduler.engine_joined, engine.spec)
 
     def engine_lost(self, engine: PooledEngine) -> None:
-        """Continue the rollouts of a lost engine on other engines, from their last finished turn."""
+        """Continue the rollouts of a lost engine on other engines, from their last finished turn or piece of one."""
         try:
             self.handle(self.scheduler.engine_died, engine.name)
         except EngineLost as error:  # the policy cannot continue without it
@@ -178,19 +178,23 @@ class RolloutBatch:
         """
         pool = self._pool
         # One engine may fail by chance. More may, where more can be replaced.
-        if (num_lost := self._num_lost_over[request.id]) >= max(2, self._pool.config.max_replacements):
-            raise MachineError(f"{num_lost} engines were lost over request {request.id}; no other engine is asked.")
+        turn = _turn_of(request)
+        if (num_lost := self._num_lost_over[turn]) >= max(2, self._pool.config.max_replacements):
+            raise MachineError(f"{num_lost} engines were lost over request {turn}; no other engine is asked.")
         try:
             completion = await engine.complete(request, version=pool.oldest_version, newest=lambda: pool.policy_version)
         except EngineLost as error:
             if not engine.loss:
-                self._num_lost_over[request.id] += 1
+                self._num_lost_over[turn] += 1
             self._pool.remove(engine, error)
             raise EngineRemovedError(str(error)) from error
+        return completion
+
+    def count(self, request: CompletionRequest, completion: Completion) -> None:
+        """A turn has come back."""
         self._cached_tokens += completion.cached_tokens
         self._request_tokens += len(request.ids)
         self._drafted_tokens += completion.drafted_tokens
-        return completion
 
     def free_memory(self, engine: PooledEngine, request_id: str) -> None:
         """Free the KV memory of a conversation in the background."""
@@ -249,12 +253,17 @@ class _Once:
         self._is_done = True
 
 
+def _turn_of(request: CompletionRequest) -> str:
+    """The id of the first request of its turn."""
+    return request.id.partition("+")[0]
+
+
 def _rest(request: CompletionRequest, piece: Completion) -> CompletionRequest:
     """What is left of `request` after its first `piece`."""
     num, num_before = len(piece.ids), request.num_before + len(piece.ids)
     return replace(
         request,
-        id=f"{request.id.partition('+')[0]}+{num_before}",
+        id=f"{_turn_of(request)}+{num_before}",
         ids=(*request.ids, *piece.ids),
         max_tokens=request.max_tokens - num,
         min_tokens=max(0, request.min_tokens - num),
@@ -331,6 +340,7 @@ class Lease:
             piece_finished = batch.scheduler.piece_finished
             batch.handle(piece_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
         completion = Completion.joined(pieces)
+        batch.count(request, completion)
         if once is not None:
             once.finish(tuple(completion.entropies))
         self._num_known = len(rest.ids) + num

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from strop.engine.protocol import (
     Capabilities,
-    Capacity,
     CompletionRequest,
     InferenceEngine,
     SleepingEngine,
@@ -45,7 +44,7 @@ class EnginePool:
 
     An engine that dies, hangs, gives an invalid answer or holds other weights than the published ones is removed: it is
     reported to `observer`, closed, and replaced with `open_another`, up to `config.max_replacements` times a batch. Later
-    batches replace the rest. Its rollouts continue on other engines from their last finished turn.
+    batches replace the rest. Its rollouts continue on other engines from their last finished turn or piece.
     """
 
     def __init__(
@@ -312,7 +311,7 @@ class PooledEngine:
     ) -> None:
         self.engine, self.index, self.generation = engine, index, generation
         self.name = engine_name(index, generation)
-        self.spec = make_spec(self.name, engine.capacity)
+        self.spec = make_spec(self.name, engine)
         self.loss = ""  # why the engine was removed; empty while it is in use
         self.weights_error: EngineLost | None = None  # why it did not prove the newest weights
         self._stall_timeout_s, self._publish_deadline_s = stall_timeout_s, publish_deadline_s
@@ -436,8 +435,9 @@ class PooledEngine:
             task.cancel()
 
 
-def make_spec(name: str, capacity: Capacity) -> EngineSpec:
+def make_spec(name: str, engine: InferenceEngine) -> EngineSpec:
     """Return an engine's memory in blocks. A slot of fixed length, as in the embedded engine, is one block."""
+    capacity, abilities = engine.capacity, engine.capabilities
     block_tokens = capacity.block_tokens
     if block_tokens is None:
         has_slots = capacity.total_tokens == capacity.max_running * capacity.max_request_tokens
@@ -448,6 +448,7 @@ def make_spec(name: str, capacity: Capacity) -> EngineSpec:
         block_tokens=block_tokens,
         max_conversations=capacity.max_running,
         max_tokens=capacity.max_request_tokens,
+        keeps_rollouts=abilities.is_deterministic or abilities.takes_adapters,
     )
 
 

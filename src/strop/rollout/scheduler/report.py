@@ -18,8 +18,8 @@ class Ledger:
     branched: int = 0
     ended: int = 0
     runs: Counter[str] = field(default_factory=Counter)  # by `RunReason`
-    turns: int = 0  # completions that came back and counted
-    sampled_tokens: int = 0  # of these completions
+    turns: int = 0  # that came back and counted
+    sampled_tokens: int = 0  # of these turns, and of pieces of others
     observation_tokens: int = 0
     tool_turns: int = 0  # turns whose tools have answered
     lost_turns: int = 0  # completions that an engine was sampling when it died

@@ -123,8 +123,8 @@ class Scheduler:
     """The load-balanced scheduler of rStar2-Agent (arXiv 2508.20722, section 3.2).
 
     It starts a rollout where its largest possible length can be held, so that no engine has to evict. A rollout stays on its
-    engine, unless another one has much less to compute when a turn begins, and waits for no other rollout. Whenever memory is
-    freed the next one starts.
+    engine, unless another one has much less to compute when a turn or a piece of it begins, and waits for no other rollout.
+    Whenever memory is freed the next one starts.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -398,7 +398,10 @@ class Scheduler:
 
     def _lighter_engine(self, rollout: Rollout) -> Engine | None:
         """The engine to which a rollout moves, if that is worth it. One that branches wait for stays: they share its memory."""
-        return None if self._placement is None or rollout.branches else self._placement.lighter(rollout)
+        assert rollout.engine is not None
+        if self._placement is None or rollout.branches or rollout.engine.spec.keeps_rollouts:
+            return None
+        return self._placement.lighter(rollout)
 
     def _enter(self, rollout: Rollout, engine: Engine) -> int:
         """Reserve memory on an engine that has room. Return the tokens that it computes though another engine did before."""
@@ -477,10 +480,12 @@ class Scheduler:
 
     def _longest_run(self, rollout: Rollout) -> int:
         """Tokens of the next completion at most."""
-        return rollout.max_tokens if self._placement is None else min(rollout.max_tokens, _PIECE_TOKENS)
+        assert rollout.engine is not None
+        is_whole = self._placement is None or rollout.engine.spec.keeps_rollouts
+        return rollout.max_tokens if is_whole else min(rollout.max_tokens, _PIECE_TOKENS)
 
     def _answered(self, key: RolloutKey, run: int, num_tokens: int, recomputed_tokens: int) -> Rollout | None:
-        """Count a completion; None if nobody waits for it any more."""
+        """Count a completion. Return its rollout, or None if it no longer waits for it."""
         rollout = self._rollouts.get(key)
         if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != run:
             self.ledger.stale_answers += 1
