@@ -16,7 +16,7 @@ import numpy as np
 from strop.rollout.scheduler.admission import MAX_ATTEMPTS, Engine, Prompt, Rollout, Size, WaitingGroup
 
 _AFFINITY = 0.05  # share of KV memory by which the engine with the prompt may be fuller than the emptiest one
-_LIGHTER = 0.7  # share of its engine's tokens that another engine has at most when a rollout has moved there
+_LIGHTER = 0.7  # share of its engine's tokens, and of its rollouts, that another has at most when a rollout has moved there
 _EQUAL = 0.49  # engines whose fill differs by at most this part of the rollout's size count as equally full
 
 
@@ -76,7 +76,8 @@ class Placement:
         """Return an engine whose steps would be much shorter for this rollout than those of its own engine, or None.
 
         What a step takes grows with the tokens that it attends to, and a long rollout attends to most. Moving costs no more
-        than computing the context again: a small part of what is left of a long one.
+        than computing the context again: a small part of what is left of a long one. An engine with fewer tokens in as many
+        rollouts is not lighter for long.
         """
         size, own = rollout.size, rollout.engine
         assert own is not None
@@ -86,7 +87,8 @@ class Placement:
             return None
         tokens = np.array([engine.tokens for engine in self._engines])
         lightest = self._engines[int(np.where(fits, tokens, np.inf).argmin())]
-        return lightest if lightest.tokens + rollout.context_tokens < _LIGHTER * own.tokens else None
+        has_fewer = len(lightest.holdings) + 1 <= _LIGHTER * len(own.holdings)
+        return lightest if has_fewer and lightest.tokens + rollout.context_tokens < _LIGHTER * own.tokens else None
 
     def least_started(self, engine: Engine, group: WaitingGroup) -> Rollout:
         """Return the one of the group's equals whose attempt number `engine` has started least."""
