@@ -96,6 +96,27 @@ def test_the_first_entropies_come_while_the_rest_is_sampled(play):
     play(scenario)
 
 
+def test_a_turn_may_begin_while_the_files_of_a_publication_that_keeps_requests_are_copied(play):
+    async def scenario(engine):
+        is_copied = asyncio.Event()
+
+        class Slow(Publication):
+            async def files(self, node=None):
+                await is_copied.wait()
+                return await super().files(node)
+
+        source = Tensors(named(make_model("llama", seed=1)))
+        async with Slow(source, version=1, keeps_requests=True) as publication:
+            loading = asyncio.create_task(engine.load_weights(publication))
+            await asyncio.sleep(0)
+            assert (await engine.complete(make_request("a", [1]))).spans == ((0, 8),)
+            is_copied.set()
+            await loading
+        assert (await engine.complete(make_request("b", [1]))).spans == ((1, 8),)
+
+    play(scenario)
+
+
 def test_a_probed_completion_may_be_cancelled_at_any_time(play):
     async def scenario(engine):
         for number in range(60):

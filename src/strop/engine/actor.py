@@ -144,7 +144,8 @@ class ActorEngine:
 
         A load that does not end within `stall_timeout_s`, and a server's `publish_timeout_s`, is the end of the engine.
         """
-        self._doubt = f"the last publication (version {publication.version}) was not completed"
+        if not publication.keeps_requests:  # else turns that begin while files are copied are of the older weights
+            self._doubt = f"the last publication (version {publication.version}) was not completed"
         try:
             directory, checksum = await publication.files(self._actor.elsewhere), await publication.checksum()
         except ActorsLost as error:
