@@ -6,8 +6,8 @@
 Runs the sweeps of experiments/faithful/ as `strop sweep` does: arms of a seed share their cold start, as do claims that begin
 alike; a second call goes on where the first ended. What was expected was written down first: hypotheses/faithful.md.
 Writes experiments/results/faithful-<name>.{json,txt} and faithful-<name>-<metric>.svg, with seconds, commit, versions and
-processor (provenance.py). `cs336` (its ladder), its sweeps and leaderboard, and `grader` are scripts of their own. `--pilot`
-runs one seed that is not among those of the experiment, and only prints.
+processor (provenance.py). `cs336` (its ladder), its sweeps and leaderboard, `grader` and `grader-unseen` are scripts of their
+own. `--pilot` runs one seed that is not among those of the experiment, and only prints.
 """
 
 from __future__ import annotations
@@ -215,6 +215,7 @@ SCRIPTS = {  # which write their own results
     **{name: ("cs336_sweeps.py", "--only", name) for name in CS336_SWEEPS},
     "cs336-leaderboard": ("cs336_leaderboard.py",),
     "grader": ("grader.py",),
+    "grader-unseen": ("grader.py", "--unseen"),
 }
 _PERCENT = ("accuracy", "fraction", "rate")
 
@@ -314,7 +315,7 @@ def run_claim(name: str, options: argparse.Namespace) -> bool:
 
 def run_script(name: str, options: argparse.Namespace) -> bool:
     script, *words = SCRIPTS[name]
-    words += ["--data", str(options.data)] if name == "grader" else []
+    words += ["--data", str(options.data)] if script == "grader.py" else []
     return subprocess.run([sys.executable, str(ROOT / "experiments" / script), *words]).returncode == 0
 
 

@@ -23,7 +23,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from grader_forms import HELD_OUT, NEW, FormSet
+from grader_unseen import UNSEEN
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -484,6 +485,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="directory with gsm8k/ and math500/")
     parser.add_argument("--limit", type=int, help="rows of each data set")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for faithful-grader.json and .txt")
+    parser.add_argument(
+        "--unseen", action="store_true", help="only grader_unseen.py; writes faithful-grader-unseen.json and .txt"
+    )
     arguments = parser.parse_args(argv)
     for name in ("gsm8k", "math500"):
         if not (path := arguments.data / name / "test.jsonl").exists():
@@ -493,6 +497,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
     labels = read_labels(arguments.data, arguments.limit)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.unseen:
+        of_unseen = {"unseen": judge_forms(labels, UNSEEN)}
+        bars = bars_of_forms(of_unseen, "unseen")
+        document = {"command": f"{COMMAND}-unseen", "bars": bars, "num_labels": len(labels), "forms": of_unseen}
+        return _written(arguments.out / "faithful-grader-unseen", document, _lines_of_forms(of_unseen))
     cases = make_cases(labels, seed=0)
     results: dict[str, Any] = {}
     for name, grader in GRADERS.items():
@@ -501,21 +511,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = {"settings": grader.settings, "used_by": grader.used_by}
         results[name] = about | summarise(cases, verdicts, grader.accepts)
         print(f"{name}: {len(cases)} cases in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    of_forms: dict[str, Any] = {}
-    for name, forms in FORMS.items():
-        cases = form_cases(labels, forms)
-        of_forms[name] = {each: summarise_forms(cases, asyncio.run(judge(cases, GRADERS[each]))) for each in OF_FORMS}
-        of_forms[name]["TRL"] = summarise_forms(cases, [trl_accepts(case.label.text, case.answer) for case in cases])
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    bars = bars_of(results) | bars_of_forms(of_forms)
+    of_forms = {name: judge_forms(labels, forms) for name, forms in FORMS.items()}
+    bars = bars_of(results) | bars_of_forms(of_forms, "held out") | bars_of_new_forms(of_forms)
     document = {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results, "forms": of_forms}
-    write_json(arguments.out / "faithful-grader.json", document)
-    text = "\n".join([*_lines_of_forms(of_forms), *_lines(len(labels), results)]) + "\n"
-    write_text(arguments.out / "faithful-grader.txt", text)
+    return _written(arguments.out / "faithful-grader", document, [*_lines_of_forms(of_forms), *_lines(len(labels), results)])
+
+
+def judge_forms(labels: Sequence[Label], forms: FormSet) -> dict[str, Any]:
+    """What the judges and TRL say of a set of forms."""
+    cases = form_cases(labels, forms)
+    verdicts = {each: summarise_forms(cases, asyncio.run(judge(cases, GRADERS[each]))) for each in OF_FORMS}
+    return verdicts | {"TRL": summarise_forms(cases, [trl_accepts(case.label.text, case.answer) for case in cases])}
+
+
+def _written(path: Path, document: dict[str, Any], lines: Iterable[str]) -> int:
+    """Write and print results. Return 1 if a bar does not hold."""
+    text = "\n".join(lines) + "\n"
+    write_json(path.with_suffix(".json"), document)
+    write_text(path.with_suffix(".txt"), text)
     print(text, end="")
-    for name, bar in bars.items():
+    for name, bar in document["bars"].items():
         print(f"{name}: {bar['value']}, must be {bar['bar']}: {'holds' if bar['holds'] else 'DOES NOT HOLD'}")
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+    return 0 if all(bar["holds"] for bar in document["bars"].values()) else 1
 
 
 def bars_of(results: dict[str, Any]) -> dict[str, Any]:
@@ -525,15 +542,21 @@ def bars_of(results: dict[str, Any]) -> dict[str, Any]:
     return {name: {"value": num, "bar": "== 0", "holds": num == 0} for name, num in found.items()}
 
 
-def bars_of_forms(of_forms: dict[str, Any]) -> dict[str, Any]:
-    """Of the judge `form`: no new form above 10 %, and of the forms kept apart 3 % and 2 % in all."""
-    bars = {}
-    for name, verb, most in (("held out", "rejected", 0.03), ("held out", "accepted", 0.02)):
-        share = of_forms[name]["math"][verb]["share"]
-        bars[f"math, forms {name}: {verb}"] = {"value": share, "bar": f"<= {most}", "holds": share <= most}
+def bars_of_forms(of_forms: dict[str, Any], name: str) -> dict[str, Any]:
+    """Of the judge `form`, on forms kept apart: 3 % of equal answers rejected and 2 % of near misses accepted."""
+    shares = {verb: of_forms[name]["math"][verb]["share"] for verb in ("rejected", "accepted")}
+    most = {"rejected": 0.03, "accepted": 0.02}
+    return {
+        f"math, forms {name}: {verb}": {"value": share, "bar": f"<= {most[verb]}", "holds": share <= most[verb]}
+        for verb, share in shares.items()
+    }
+
+
+def bars_of_new_forms(of_forms: dict[str, Any]) -> dict[str, Any]:
+    """Of the judge `form`: no new form above 10 %."""
     kinds = [each for verb in ("rejected", "accepted") for each in of_forms["new"]["math"][verb]["by_kind"].values()]
     worst = max((misjudged / num for num, misjudged in kinds), default=0.0)
-    return bars | {"math, new forms: misjudged of the worst": {"value": worst, "bar": "<= 0.1", "holds": worst <= 0.1}}
+    return {"math, new forms: misjudged of the worst": {"value": worst, "bar": "<= 0.1", "holds": worst <= 0.1}}
 
 
 def _lines_of_forms(of_forms: dict[str, Any]) -> Iterator[str]:
