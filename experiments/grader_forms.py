@@ -22,7 +22,7 @@ class FormSet(NamedTuple):
 
 
 _ROOT = re.compile(r"\\sqrt\{?(\d+)\}?")
-_BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
+BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
 _UNIT = re.compile(r"(?P<value>[\d./\\a-z{}]*\d\}?)\s*\\(?:text|mbox)\{\s*(?P<unit>[a-z]+)\s*\}(?P<power>\^2)?")
 _INTERVAL = re.compile(r"(?:x \\in )?(?:\\left)?([(\[])\s*([^,()\[\]]+?)\s*,\s*([^,()\[\]]+?)\s*(?:\\right)?([)\]])")
 _MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}")
@@ -77,7 +77,7 @@ def new_restatements(text: str, value: Fraction | None) -> Forms:
         yield "unspaced matrix", rf"\begin{{pmatrix}}{unspaced}\end{{pmatrix}}"
     if (found := _UNIT.fullmatch(text)) is not None and found["unit"] in ("inches", "cm"):
         yield "square unit in words", f"{found['value']} square {found['unit']}"
-    if (found := _BASED.fullmatch(text)) is not None:
+    if (found := BASED.fullmatch(text)) is not None:
         yield "base in words", rf"{found[1]}_{{\text{{{_NUMBERS.get(int(found[2]), found[2])}}}}}"
         yield "base behind", f"{found[1]} base {found[2]}"
     if (found := _WORDS.fullmatch(text)) is not None:
@@ -128,7 +128,7 @@ def new_near_misses(text: str, value: Fraction | None) -> Forms:
         upside_down, side = r"\\".join(rows[::-1]), " & ".join(row.replace("&", " ") for row in rows)
         yield "matrix upside down", rf"\begin{{pmatrix}}{upside_down}\end{{pmatrix}}"
         yield "matrix on its side", rf"\begin{{bmatrix}}{side}\end{{bmatrix}}"
-    if (found := _BASED.fullmatch(text)) is not None:
+    if (found := BASED.fullmatch(text)) is not None:
         yield "other base", f"{found[1]}_{int(found[2]) + 1}"
 
 
@@ -179,7 +179,7 @@ def held_out_restatements(text: str, value: Fraction | None) -> Forms:
     if (found := _UNIT.fullmatch(text)) is not None:
         yield "without its unit", found["value"]
         yield "unit in roman", rf"{found['value']}\,\mathrm{{{found['unit']}}}{found['power'] or ''}"
-    if (found := _BASED.fullmatch(text)) is not None:
+    if (found := BASED.fullmatch(text)) is not None:
         yield "base in braces", f"{found[1]}_{{{found[2]}}}"
 
 

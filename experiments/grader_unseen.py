@@ -1,7 +1,8 @@
 r"""Forms of answers that a grader's author had not seen, made from labels: equal restatements, and near misses.
 
-They were written by people who had not read the rules of the grader, its tests or its documents, and are to be judged once:
-what the grader says of them shows how it generalises. Of the project's forms only `grader_forms` was known: these differ.
+They were written without a look at the rules of the grader, its tests or its documents, and judged once before any rule
+was changed for them: what the grader says of them shows how it generalises. Of the project's forms only `grader_forms` was
+known: these differ.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ import re
 from fractions import Fraction
 from math import pi, sqrt
 
-from grader_forms import Forms, FormSet
+from grader_forms import BASED, Forms, FormSet
 
 _INTEGER = re.compile(r"-?\d+(?:,\d{3})*")
 _LIST = re.compile(r"-?\d+(?:, ?-?\d+)+")
 _SURD = re.compile(r"(\d*) ?\\sqrt\{?(\d+)\}?")
 _PI = re.compile(r"(\d+) ?\\pi")
-_BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
 _COMPLEX = re.compile(r"(-?\d+) ?([+-]) ?(\d+)i")
 _BOTH_SIGNS = re.compile(r"(\d+) \\pm (\d* ?\\sqrt\{\d+\})")
 _SUM = re.compile(r"-?[\da-hj-zR^]+(?: ?[+-] ?[\da-hj-zR^]+)+")  # without i, which makes a complex number
@@ -94,7 +94,7 @@ def _restated_shapes(text: str, plain: str) -> Forms:
             yield "root simplified", rf"\sqrt{{{factor**2 * inside}}} = {text}"
     if (found := _PI.fullmatch(text)) is not None:
         yield "exact, then rounded", rf"{text} \approx {int(found[1]) * pi:.2f}"
-    if (found := _BASED.fullmatch(text)) is not None:
+    if (found := BASED.fullmatch(text)) is not None:
         yield "digits in brackets", f"({found[1]})_{{{found[2]}}}"
         yield "base in text", rf"{found[1]}_{{\text{{base }} {found[2]}}}"
     if (found := _COMPLEX.fullmatch(text)) is not None:
@@ -197,7 +197,7 @@ def _missed_shapes(text: str, plain: str) -> Forms:
     if (found := _PI.fullmatch(text)) is not None:
         yield "pi lost", found[1]
         yield "pi squared", rf"{found[1]}\pi^2"
-    if (found := _BASED.fullmatch(text)) is not None:
+    if (found := BASED.fullmatch(text)) is not None:
         yield "last digit changed", f"{found[1][:-1]}{'0' if found[1][-1] == '1' else '1'}_{{{found[2]}}}"
     if (found := _COMPLEX.fullmatch(text)) is not None:
         yield "conjugate", f"{found[1]} {'-' if found[2] == '+' else '+'} {found[3]}i"

@@ -75,17 +75,17 @@ def test_a_turn_in_pieces_is_the_turn_and_a_lost_engine_costs_a_piece_of_it(min_
         assert completion.ids == tuple(range(100, 134))
         assert completion.finish_reason is FinishReason.LENGTH
         assert completion.spans == ((0, 34),)
-        first, other = (
-            [each.requests for each in engines if each.requests][:2] if not stop_strings else (engines[0].requests, [])
-        )
-        asked = [[(each.id, each.num_before, each.max_tokens, each.min_tokens) for each in one] for one in (first, other)]
+        used = [each.requests for each in engines if each.requests]
+        asked = [[(each.id, each.num_before, each.max_tokens, each.min_tokens) for each in one] for one in used]
         if stop_strings:
-            assert asked == [[("a", 0, 34, min_tokens)], []]
+            assert asked == [[("a", 0, 34, min_tokens)]]
             return
         third = ("a+20", 20, 10, 0)
-        assert asked[0] == [("a", 0, 10, min(min_tokens, 10)), ("a+10", 10, 10, max(0, min_tokens - 10)), third]
-        assert asked[1] == [third, ("a+30", 30, 4, 0)]
-        assert other[0].ids == (1, 2, 3, *range(100, 120))
+        assert asked == [
+            [("a", 0, 10, min(min_tokens, 10)), ("a+10", 10, 10, max(0, min_tokens - 10)), third],
+            [third, ("a+30", 30, 4, 0)],
+        ]
+        assert used[1][0].ids == (1, 2, 3, *range(100, 120))
         assert (pool.last_batch.ledger.turns, pool.last_batch.ledger.lost_turns) == (1, 1)
         assert pool.last_batch.request_tokens == 3  # of a turn once
 

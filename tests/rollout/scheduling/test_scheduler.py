@@ -219,7 +219,6 @@ def test_of_several_engines_one_is_asked_for_a_piece_of_a_turn_after_which_the_r
     assert started(offer(one, 1, max_tokens=3000) + offer(one, 2, max_tokens=3000)) == [(key(1, 0), "b"), (key(2, 0), "c")]
     [second] = one.piece_finished(1.0, key(0, 0), run=1, num_tokens=1024)
     assert second == Run(key=key(0, 0), engine="a", run=2, reason=RunReason.CONTINUE, max_tokens=1024)
-    offer(one, 0, num=0)
     [third] = one.branch_requested(2.0, key(0, 0, 1), parent=key(0, 0), max_tokens=500)  # now "a" has two long contexts
     assert (third.engine, third.max_tokens) == ("a", 500)
     finish(one, key(1, 0), run=1, num_tokens=5, now_s=3.0)

@@ -169,16 +169,15 @@ class RolloutBatch:
 
     # For leases.
 
-    async def complete(self, engine: PooledEngine, request: CompletionRequest) -> Completion:
-        """Ask an engine for a completion.
+    async def complete(self, engine: PooledEngine, request: CompletionRequest, *, turn: str) -> Completion:
+        """Ask an engine for a completion: a turn, or a piece of the one whose first request has the id `turn`.
 
         Raises:
             EngineRemovedError: the engine was lost over this request or another one.
-            MachineError: several engines were lost over this request, so no other engine is asked.
+            MachineError: several engines were lost over this turn, so no other engine is asked.
         """
         pool = self._pool
         # One engine may fail by chance. More may, where more can be replaced.
-        turn = _turn_of(request)
         if (num_lost := self._num_lost_over[turn]) >= max(2, self._pool.config.max_replacements):
             raise MachineError(f"{num_lost} engines were lost over request {turn}; no other engine is asked.")
         try:
@@ -253,17 +252,12 @@ class _Once:
         self._is_done = True
 
 
-def _turn_of(request: CompletionRequest) -> str:
-    """The id of the first request of its turn."""
-    return request.id.partition("+")[0]
-
-
-def _rest(request: CompletionRequest, piece: Completion) -> CompletionRequest:
-    """What is left of `request` after its first `piece`."""
+def _rest(request: CompletionRequest, piece: Completion, *, turn: str) -> CompletionRequest:
+    """What is left of `request`, of the turn with the id `turn`, after its first `piece`."""
     num, num_before = len(piece.ids), request.num_before + len(piece.ids)
     return replace(
         request,
-        id=f"{_turn_of(request)}+{num_before}",
+        id=f"{turn}+{num_before}",
         ids=(*request.ids, *piece.ids),
         max_tokens=request.max_tokens - num,
         min_tokens=max(0, request.min_tokens - num),
@@ -330,12 +324,12 @@ class Lease:
         batch, rest, pieces = self._batch, request, list[Completion]()
         has_pieces = request.probe is None and not request.stop_strings
         while True:
-            run, completion, recomputed = await self._ask(rest, has_pieces=has_pieces)
+            run, completion, recomputed = await self._ask(rest, turn=request.id, has_pieces=has_pieces)
             pieces.append(completion)
             num = len(completion.ids)
             if completion.finish_reason is not FinishReason.LENGTH or num == rest.max_tokens:
                 break
-            rest = _rest(rest, completion)
+            rest = _rest(rest, completion, turn=request.id)
             self._num_known = len(rest.ids)
             piece_finished = batch.scheduler.piece_finished
             batch.handle(piece_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
@@ -353,7 +347,7 @@ class Lease:
         batch.handle(batch.scheduler.tool_started, self.key)
         return completion
 
-    async def _ask(self, request: CompletionRequest, *, has_pieces: bool) -> tuple[Run, Completion, int]:
+    async def _ask(self, request: CompletionRequest, *, turn: str, has_pieces: bool) -> tuple[Run, Completion, int]:
         """One completion of the engine that is granted, and how many tokens of its context were computed a second time."""
         batch = self._batch
         while True:
@@ -369,7 +363,7 @@ class Lease:
                 extended = replace(extended, extends=before.request_id, at=num_known)
             self._prefix, self._num_known = _Prefix(engine, request.id, is_own=True), len(request.ids)
             try:
-                completion = await batch.complete(engine, extended)
+                completion = await batch.complete(engine, extended, turn=turn)
             except EngineRemovedError:
                 self._prefix = None
                 self.is_independent.set()

@@ -485,7 +485,7 @@ class Scheduler:
         return rollout.max_tokens if is_whole else min(rollout.max_tokens, _PIECE_TOKENS)
 
     def _answered(self, key: RolloutKey, run: int, num_tokens: int, recomputed_tokens: int) -> Rollout | None:
-        """Count a completion. Return its rollout, or None if it no longer waits for it."""
+        """Count a completion. Return its rollout, or None if that waits for another one or has ended."""
         rollout = self._rollouts.get(key)
         if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != run:
             self.ledger.stale_answers += 1

@@ -228,7 +228,7 @@ class StepRollouts:
         return await self.player.publish(trainer, version=version, lasts=self._stage.staleness > 0, keeps_requests=in_flight)
 
     async def sleep(self) -> None:
-        """The rollouts of a step are played: leave the memory to the trainer, if it is the same."""
+        """The rollouts of a step are played: leave memory that engines share with the trainer to it."""
         if self._sleeps:
             await self.player.pool.sleep()
 
