@@ -12,51 +12,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
+from strop.rewards.math_notation import NUMBER_WORDS, TEXT, canonical, written
 from strop.sandbox.numbers import plain_number
 
 Pairs: TypeAlias = list[tuple[str, str]]
 
-_SIGNS = {"−": "-", "–": "-", "°": r"^\circ ", "²": "^2", "³": "^3"}
-_SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "→": r"\to ", "∈": r"\in ", "∪": r"\cup "}
-_SIGNS |= {"∞": r"\infty ", "π": r"\pi ", "×": r"\times ", "·": r"\cdot "}
-# Applied in this order: (pattern, replacement).
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(?i)^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is|\s*:|\s*=)\s*:?\s*", ""),
-        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", ""),
-        (r"(?<=\d)(?:,?\s?\\[!,;: ]|~|\{,\})\s?(?=\d{3}(?!\d))", ","),  # a comma and a space separate two numbers
-        (r"\\(?:displaystyle|textstyle|limits|phantom\{\})(?![a-zA-Z])\s*|(?<!\\)\\!|\{\}", ""),
-        (r"^\\mathbb\s*\{?R\}?$", r"(-\\infty, \\infty)"),
-        (r"^\([a-z](?:, ?[a-z]){1,3}\)\s*=\s*", ""),
-        (r"^(-?)\s*\\?\$\s*(\d[\d,]*(?:\.\d+)?)$", r"\1\2 \\text{dollars}"),
-        (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
-        (r"√\s*\(([^()]*)\)|√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1\2}"),
-        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-        (r"\\l(?:eqslant|eq)(?![a-zA-Z])|<=", r"\\le "),
-        (r"\\g(?:eqslant|eq)(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\neq(?![a-zA-Z])|\\not\s*=|!=", r"\\ne "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\\$|\$", ""),
-        (r"\s+", " "),
-    )
-)
-_WRAPPER = re.compile(r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|emph|underline)\s*\{")
-_MAX_WRAPPERS, _MAX_SIDES = 20, 4
-_DELIMITED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
-_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname|rm)\s*\{([^{}]*)\}")
-_MIXED = re.compile(
-    r"(-?)\s*(\d{1,12})(?:\s*\\frac\s*\{\s*(\d{1,12})\s*\}\s*\{\s*(\d{1,12})\s*\}|\s+(?:and\s+)?(\d{1,12})\s*/\s*(\d{1,12}))"
-)
 _RELATION = re.compile(
     r"\\(?:ne|le|ge|approx|to|rightarrow|Rightarrow|implies|iff|equiv|sim|in|mapsto)(?![a-zA-Z])|:=|==|=|<|>"
 )
+_MAX_SIDES = 4
 _EQUALS = ("=", "==", ":=", r"\approx")
 _ORDER = {"<": "<", ">": ">", r"\le": "<=", r"\ge": ">="}
 _GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega)"
@@ -65,10 +29,17 @@ _NAME = re.compile(
     rf"|[a-zA-Z]{{3,}}(?: [a-zA-Z]+){{0,4}})(?:_\{{?[a-zA-Z0-9]{{1,9}}\}}?|'|\^\{{-1\}})*"
     rf"(?:\((?:[a-zA-Z]|{_GREEK}|-?\d+)(?:,\s*\w)*\))?"
 )
-_NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-_BASE_WORDS = {name: str(base) for base, name in enumerate(_NUMBERS.split(" "), start=2)}
-_BASED = re.compile(r"(-?[0-9A-Fa-f]+)\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?\s*base\s+(\w+)\s*\)?)")
-_MATRIX = re.compile(r"\\begin\s*\{([pbB]?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_BASED = re.compile(r"\(?(-?[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(?:base\s+)?(\w+)\s*\}?|(?:in\s+)?\(?\s*base[\s-]+(\w+)\s*\)?)")
+_MATRIX = re.compile(
+    r"\\begin\s*\{([pbB]?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}"
+    r"(\s*\^\s*\{?\s*(?:T|t|\\top|\\mathsf\s*\{?T\}?)\s*\}?)?",
+    re.DOTALL,
+)
+_FUNCTION = re.compile(
+    r"\\(?:a?r?c?(?:sin|cos|tan)|log|ln|det|sum|int|lim|gcd|max|min|Pr)(?![a-zA-Z])|(?:P|E|Var|lcm|gcd)\s*[(\[]|\|"
+)
+_LETTER = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _LAST_VARIABLE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]$|(?<=\s)[a-zA-Z]$|(?<=\d)[a-zA-Z]$")
 _SEPARATORS = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b|,")
 _OR = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])|\\cup(?![a-zA-Z])")
@@ -112,9 +83,21 @@ _ALIASES = {alias: name for name, aliases in _ALSO_CALLED.items() for alias in a
 _GENERIC = "unit"
 _MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _CHANGES = frozenset(("or", "and", "to", "half", "third", "quarter", "factorial", "pi", "more", "less", *_MULTIPLIERS))
+_TURNING = (
+    "not no never isn doesn neither except than least most greater fewer smaller larger between over under above below beyond"
+    " up almost nearly about around approximately roughly within minus negative plus times root double twice squared cubed"
+    " base mod by sin cos tan log ln exp sqrt cot sec csc arcsin arccos arctan infinity infty if then without is are does"
+    " wrong false incorrect th st nd rd"
+)
+_COUNTED = "step case question problem option example exercise part find let"
+_TURNING_WORDS = _CHANGES | frozenset(_TURNING.split(" "))  # next to a number: they make another of it
+_NOT_A_PHRASE = (_TURNING_WORDS | set(NUMBER_WORDS) | set(_COUNTED.split(" "))) - {"is", "are"}
+_PHRASE = re.compile(
+    r"(?:[a-zA-Z][a-zA-Z',]{0,20}[ :]+){0,12}[a-zA-Z]{2,20}[ :]+(?=-?(?:\d|\\frac|\\sqrt))(?!\d{1,9}(?:st|nd|rd|th)\b)"
+)
 _UNIT = re.compile(
     r"(?:\\(?:text|mbox|mathrm|textrm)\s*\{(?P<text>[^{}]*)\}|\\?(?P<percent>%)|\^\s*\{?\s*\\circ\s*\}?(?P<degree>)"
-    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/ ]{0,30}))\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?$"
+    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/' ]{0,60}))\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?$"
 )
 
 
@@ -131,6 +114,8 @@ def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
     gold, answer = canonical(gold), canonical(answer)
     if not gold or not answer:
         return None
+    if _word(gold) == "":
+        answer = _without_words(answer)
     if gold == answer:
         return []
     word = _word(gold)
@@ -143,39 +128,11 @@ def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
     return _of_relations(gold, answer)
 
 
-def canonical(text: str) -> str:
-    """The text without style, sizes of brackets, dollar signs and a final full stop, and with one notation for each sign."""
-    text = text.strip()
-    if (found := _DELIMITED.fullmatch(text)) is not None:
-        text = found[1] or found[2] or ""
-    text = "".join(_SIGNS.get(sign, sign) for sign in text)
-    text = _unwrapped(text)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = text.strip()
-    if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip()
-    if (found := _TEXT.fullmatch(text)) is not None and plain_number(found[1]) is not None:
-        text = found[1].strip()
-    if (found := _MIXED.fullmatch(text)) is not None:
-        top, bottom = int(found[3] or found[5]), int(found[4] or found[6])
-        if 0 < top < bottom:
-            text = rf"{found[1]}\frac{{{int(found[2]) * bottom + top}}}{{{bottom}}}"
-    return text
-
-
-def _unwrapped(text: str) -> str:
-    r"""Without `\boldsymbol{...}` and the like around its parts, of which an answer has a few."""
-    for _ in range(_MAX_WRAPPERS):
-        if (found := _WRAPPER.search(text)) is None:
-            break
-        depth, end = 1, found.end()
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        inner = text[found.end() : end - 1] if not depth else text[found.end() :]
-        text = text[: found.start()] + inner + text[end:]
-    return text
+def _without_words(answer: str) -> str:
+    """The answer without a phrase before its number: `She earns 18 dollars` is `18 dollars`; `more than 18` stays."""
+    found = _PHRASE.match(answer)
+    words = set(re.findall(r"[a-z]+", found[0].lower())) if found is not None else set()
+    return answer[found.end() :] if found is not None and words and not words & _NOT_A_PHRASE else answer
 
 
 def _word(text: str, *, is_known: bool = False) -> str:
@@ -183,7 +140,7 @@ def _word(text: str, *, is_known: bool = False) -> str:
 
     Three letters in a row are a word, or letters inside a text command; two may be a product.
     """
-    bare = _TEXT.sub(r"\1", text)
+    bare = TEXT.sub(r"\1", text)
     is_words = is_known or bare != text or re.search(r"[A-Za-z]{3}", bare) is not None
     if not is_words or (not is_known and re.search(r"[\\\d=<>^_+*/{}]", bare)):
         return ""
@@ -202,11 +159,11 @@ def _same_base(gold: str, answer: str) -> bool | None:
 
 
 def _based(text: str) -> tuple[str, str] | None:
-    found = _BASED.fullmatch(_TEXT.sub(r"\1", text))
+    found = _BASED.fullmatch(TEXT.sub(r"\1", text))
     if found is None:
         return None
     base = (found[2] or found[3]).lower()
-    base = _BASE_WORDS.get(base, base)
+    base = str(NUMBER_WORDS.get(base, base))
     return (found[1].lower(), base) if base.isdigit() else None
 
 
@@ -231,7 +188,7 @@ def _split(text: str) -> _Relations:
         depth += sum({"{": 1, "}": -1, "(": 1, ")": -1}.get(sign, 0) for sign in text[place : found.start()])
         place = found.start()
         if depth == 0:
-            sides.append(_TEXT.sub(r"\1", text[start : found.start()]).strip())
+            sides.append(TEXT.sub(r"\1", text[start : found.start()]).strip())
             signs.append(found[0])
             start = found.end()
     return _Relations([*sides, text[start:].strip()], signs)
@@ -258,11 +215,11 @@ def _of_relations(gold: str, answer: str) -> Pairs | None:
     value = next(side for side in wanted.sides if side != name) if name else gold
     if not found.signs:
         return _of_values(value, answer)
-    other = found.name
+    other = found.name or ("" if wanted.signs else _sought(found.sides[0]))
     if name and other != name:  # 5 = x and y = 5 differ, q = p / 2 and p = 2q may not
         return [(gold, answer)] if not other or re.search(r"[a-zA-Z]", value) else None
     if (listed := _listed(value, answer)) is not None:
-        return [(value, listed)]
+        return _of_values(value, listed)
     sides = [side for side in found.sides if side != other]
     if _OR.search(answer) and not _OR.search(gold):
         return None
@@ -272,6 +229,16 @@ def _of_relations(gold: str, answer: str) -> Pairs | None:
         return None
     compared = [_of_values(value, side) for side in sides]
     return None if not sides or None in compared else [pair for each in compared for pair in each or ()]
+
+
+def _sought(side: str) -> str:
+    """The side of an equation that says what was asked for, as `m + n`, `\\sin x` and `P(A)`; empty for `2x` and numbers."""
+    letters = set(_LETTER.findall(_COMMAND.sub("", side)))
+    has_words = re.search(r"[a-zA-Z]{3}", _COMMAND.sub("", side)) is not None
+    is_one = _FUNCTION.match(side) is not None or (
+        len(letters) > 1 and not has_words and _quantity(side, has_letters=True)[1] is None
+    )
+    return side if is_one else ""
 
 
 def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
@@ -308,15 +275,18 @@ def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
 
 
 def _listed(gold: str, answer: str) -> str | None:
-    """The values of `x = 1 or x = 2` as a list with as many elements as `gold` has; None for any other text."""
+    """The values of `x = 1 or x = 2` as a list, of `x = 1, y = 2` as a tuple, if `gold` is one as long; otherwise None."""
     if plain_number(_quantity(gold, has_letters=False)[0]) is not None:  # 32,348 dollars
         return None
     elements = [each.strip() for each in _SEPARATORS.split(answer)]
     read = [_split(each) for each in elements]
-    names = {each.name for each in read if each.signs}
-    if "," not in gold or gold[0] in "([" or len(elements) != gold.count(",") + 1 or len(names) != 1 or "" in names:
+    names = [each.name for each in read if each.signs]
+    if "," not in gold or len(elements) != gold.count(",") + 1 or not names or "" in names:
         return None
-    return ", ".join(each.sides[-1] if each.signs else each.sides[0] for each in read)
+    listed = ", ".join(each.sides[-1] if each.signs else each.sides[0] for each in read)
+    if gold[0] == "(":  # the coordinates in the order of their names
+        return f"({listed})" if len(set(names)) == len(elements) and names in (sorted(names), ["r", r"\theta"]) else None
+    return listed if len(set(names)) == 1 and gold[0] != "[" else None
 
 
 def _mirrored(sign: str) -> str:
@@ -351,7 +321,9 @@ def _entries(text: str) -> list[list[str]] | None:
     if found is None:
         return None
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
-    return [[canonical(entry) for entry in row.split("&")] for row in rows]
+    entries = [[canonical(entry) for entry in row.split("&")] for row in rows]
+    is_transposed = found[3] is not None and len(set(map(len, entries))) == 1
+    return [list(column) for column in zip(*entries, strict=True)] if is_transposed else entries
 
 
 def _elements(text: str) -> tuple[str, list[str]] | None:
@@ -373,7 +345,7 @@ def _of_quantities(gold: str, answer: str) -> Pairs | None:
     """The same for two values, each with or without a unit."""
     wanted, unit = _quantity(gold, has_letters=False)
     found, other = _quantity(answer, has_letters=plain_number(wanted) is not None)
-    changes = [each[0] if each is not None and _CHANGES & set(each[0].split()) else "" for each in (unit, other)]
+    changes = [each[0] if each is not None and _TURNING_WORDS & set(each[0].split()) else "" for each in (unit, other)]
     if changes[0] != changes[1]:
         return None
     if unit is not None and other is not None and _GENERIC not in (unit[0], other[0]) and unit != other:
@@ -383,17 +355,13 @@ def _of_quantities(gold: str, answer: str) -> Pairs | None:
         number = plain_number(found)
         if number is None or _UNITS[name][0] != _UNITS[other_name][0]:
             return None
-        found = _written(Fraction(number) * (_UNITS[other_name][1] / _UNITS[name][1]) ** power)
+        found = written(Fraction(number) * (_UNITS[other_name][1] / _UNITS[name][1]) ** power)
     return [] if wanted == found else [(_guarded(wanted), _guarded(found))]
 
 
 def _guarded(text: str) -> str:
     """`text` in brackets if it ends with a variable, which math_verify would take for a unit: m, s, g, h and the like."""
     return f"({text})" if _LAST_VARIABLE.search(text[-40:]) and "," not in text else text
-
-
-def _written(value: Fraction) -> str:
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value.numerator)
 
 
 def _quantity(text: str, *, has_letters: bool) -> tuple[str, tuple[str, int] | None]:
@@ -413,7 +381,7 @@ def _quantity(text: str, *, has_letters: bool) -> tuple[str, tuple[str, int] | N
     words = (found["text"] if found["text"] is not None else found["bare"]).split()
     number = plain_number(value)
     if words and words[0].lower() in _MULTIPLIERS and number is not None:
-        value, words = _written(Fraction(number) * _MULTIPLIERS[words[0].lower()]), words[1:]
+        value, words = written(Fraction(number) * _MULTIPLIERS[words[0].lower()]), words[1:]
     if found["text"] is None:
         is_letter = [len(word) for word in words] == [1] and (words[0] in _UNITS or words[0] in _ALIASES)
         are_words = all(len(word) > 1 for word in words)
@@ -430,7 +398,7 @@ def _unit(text: str, power: int) -> tuple[str, int]:
         if words[:1] == [prefix]:
             words, power = words[1:], value
     for suffix, value in (("squared", 2), ("cubed", 3)):
-        if words[-1:] == [suffix]:
+        if words[1:] and words[-1] == suffix:
             words, power = words[:-1], value
     if words and len(words[0]) > 2:
         words = [words[0].removesuffix("s"), *words[1:]]
