@@ -140,12 +140,12 @@ def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
         os.kill(engine.pid, signal.SIGKILL)
         for lost in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(lost, EngineLost)
-            assert f"engine e0 (process {engine.pid}) ended during complete: The actor died" in str(lost)
+            assert f"engine e0 (process {engine.pid}) ended during its calls: The actor died" in str(lost)
         assert time.monotonic() - began < 1
         assert not engine.is_alive
-        with pytest.raises(EngineLost, match="ended during complete"):
+        with pytest.raises(EngineLost, match="ended during its calls"):
             await engine.complete(make_request("g", [1]))
-        with pytest.raises(EngineLost, match="ended during complete"):
+        with pytest.raises(EngineLost, match="ended during its calls"):
             await publish(engine, make_model("llama"), version=1)
         await engine.release("a")
         await engine.abort("b")
@@ -297,7 +297,7 @@ def test_a_process_that_the_kernel_killed_for_memory_says_so(play, monkeypatch):
     async def scenario(engine):
         monkeypatch.setattr(actor, "num_oom_kills", lambda: 10**9)  # more than when it started
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineLost, match=r"ended during complete: .*[\s\S]*The machine ran out of memory"):
+        with pytest.raises(EngineLost, match=r"ended during its calls: .*[\s\S]*The machine ran out of memory"):
             await engine.complete(make_request("a", [1]))
 
     play(scenario)

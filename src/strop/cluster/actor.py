@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import os
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from strop.errors import ActorsLost
 _PING_S = 0.8
 _SILENT_PINGS = 4  # in a row: then a process is lost
 _OPEN_S = 600.0  # to start a process and make its object
-_MAX_CALLS = 100_000  # of an actor at the same time; pings are among them
+_MAX_MESSAGES = 1_000  # to an actor at the same time; pings are among them
 _THREADS = "OMP_NUM_THREADS"
 _STATES = {
     "T": " (it was stopped by a signal)",
@@ -29,15 +31,21 @@ _STATES = {
 
 
 class _AsyncHost(Host):
-    """One object in a process of its own, whose methods are coroutines. Calls begin in the order of their numbers."""
+    """One object in a process of its own, whose methods are coroutines.
+
+    A call of Ray takes about a millisecond of both processes, so that one message begins many calls, in the order in which
+    they were made, and results are fetched together.
+    """
 
     def __init__(self, path: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         super().__init__(path, log)
         os.environ.pop(_THREADS, None)  # Ray sets it to 1
         os.environ.update(environment)
         self._turn = 0
-        self._early: dict[int, asyncio.Event] = {}  # calls that arrived before an earlier one
+        self._early: dict[int, asyncio.Event] = {}  # messages that arrived before an earlier one
         self._running: dict[int, asyncio.Future[Any]] = {}
+        self._ended: list[tuple[int, bytes | None]] = []
+        self._has_ended = asyncio.Event()
 
     async def open(self, message: bytes) -> bytes:
         """Make the object: `message` is the coroutine function that makes it, and its arguments."""
@@ -48,37 +56,39 @@ class _AsyncHost(Host):
             return fault_of(error)
         return pickle.dumps(None)
 
-    async def begin(self, number: int, message: bytes) -> bytes | None:
-        """Return the result of a method; None if the call was cancelled."""
-        await self._wait_for_turn(number)
-        name, arguments = pickle.loads(message)
-        running = self._running[number] = asyncio.ensure_future(getattr(self._held, name)(*arguments))
-        self._end_turn()
-        try:
-            result = await running
-        except asyncio.CancelledError:
-            return None
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            return fault_of(error)
-        finally:
-            del self._running[number]
-        return attempt(lambda: result)
-
-    async def cancel(self, number: int, call: int) -> None:
-        await self._wait_for_turn(number)
-        if (running := self._running.get(call)) is not None:
-            running.cancel()
-        self._end_turn()
-
-    async def _wait_for_turn(self, number: int) -> None:
-        if number != self._turn:  # Ray keeps no order
-            turn = self._early[number] = asyncio.Event()
-            await turn.wait()
-
-    def _end_turn(self) -> None:
+    async def begin(self, turn: int, calls: Sequence[tuple[int, bytes | None]]) -> None:
+        """Begin calls: the number and message of each; those without a message are cancelled."""
+        if turn != self._turn:  # Ray keeps no order
+            early = self._early[turn] = asyncio.Event()
+            await early.wait()
+        for number, message in calls:
+            if message is not None:
+                name, arguments = pickle.loads(message)
+                running = self._running[number] = asyncio.ensure_future(getattr(self._held, name)(*arguments))
+                running.add_done_callback(functools.partial(self._end_call, number))
+            elif number in self._running:
+                self._running[number].cancel()
         self._turn += 1
-        if (turn := self._early.pop(self._turn, None)) is not None:
-            turn.set()
+        if (later := self._early.pop(self._turn, None)) is not None:
+            later.set()
+
+    def _end_call(self, number: int, done: asyncio.Future[Any]) -> None:
+        del self._running[number]
+        if done.cancelled():
+            answer = None
+        elif isinstance(error := done.exception(), Exception):
+            answer = fault_of(error)
+        else:
+            answer = attempt(done.result)
+        self._ended.append((number, answer))
+        self._has_ended.set()
+
+    async def results(self) -> list[tuple[int, bytes | None]]:
+        """Return the results of the calls that have ended since the last time, when there are any; None: cancelled."""
+        await self._has_ended.wait()
+        self._has_ended.clear()
+        ended, self._ended = self._ended, []
+        return ended
 
 
 class Actor:
@@ -93,10 +103,12 @@ class Actor:
         self.pid = 0
         self._connection, self._host, self._node, self._what, self._log = connection, host, node, what, log
         self._has_answered = True  # since the last ping
-        self._num_sent = 0
+        self._numbers, self._turns = itertools.count(), itertools.count()
+        self._outbox: list[tuple[int, bytes | None]] = []
+        self._answers: dict[int, asyncio.Future[bytes | None]] = {}
         self._is_open = False  # whether it has made its object
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
-        self._tasks: list[asyncio.Task[None]] = []  # the pings, and the end
+        self._tasks: list[asyncio.Task[None]] = []  # the pings, the results, and the end
 
     @classmethod
     async def start(
@@ -129,7 +141,7 @@ class Actor:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
         threads = {name: os.environ[name] for name in (_THREADS,) if name in os.environ}
-        options = {**connection.options(node, gpus), "max_concurrency": _MAX_CALLS}
+        options = {**connection.options(node, gpus), "max_concurrency": _MAX_MESSAGES}
         host = connection.ray.remote(_AsyncHost).options(**options).remote(import_path(), log, {**threads, **environment})
         actor = cls(connection, host, node, what, log)
         try:
@@ -138,8 +150,9 @@ class Actor:
                 # Starts what answers for the node: of a node that has just joined it would be too late when a ping is silent.
                 await asyncio.to_thread(connection.run, node, os.getpid)
                 actor._tasks.append(asyncio.create_task(actor._watch()))
-                await actor._answer("start", actor._host.open.remote(pickle.dumps((kind, arguments))))
+                actor._result("start", await actor._answer("start", actor._host.open.remote(pickle.dumps((kind, arguments)))))
                 actor._is_open = True
+                actor._tasks.append(asyncio.create_task(actor._fetch()))
         except TimeoutError as error:
             raise actor.lose(f"did not start within {_OPEN_S:g} s") from error
         except BaseException:
@@ -170,14 +183,18 @@ class Actor:
         """
         if self._lost.done():
             raise ActorsLost(self._lost.result())
-        number, ref = self._begin(name, arguments)
+        number = self._begin(name, arguments)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            return await self._answer(name, ref)
+            await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            if not self._lost.done():
-                self._num_sent += 1
-                self._host.cancel.remote(self._num_sent - 1, number)
+            self._send(number, None)
             raise
+        finally:
+            del self._answers[number]
+        if not answer.done():
+            raise ActorsLost(self._lost.result())
+        return self._result(name, answer.result())
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Begin a call whose result does not matter, unless the process is lost."""
@@ -204,11 +221,35 @@ class Actor:
         self.lose("was closed", is_closed=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, name: str, arguments: tuple[Any, ...]) -> tuple[int, Any]:
-        message = pickle.dumps((name, arguments))
-        number = self._num_sent
-        self._num_sent += 1
-        return number, self._host.begin.remote(number, message)
+    def _begin(self, name: str, arguments: tuple[Any, ...]) -> int:
+        message, number = pickle.dumps((name, arguments)), next(self._numbers)
+        self._send(number, message)
+        return number
+
+    def _send(self, number: int, message: bytes | None) -> None:
+        """Send a call with all others of this turn of the event loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((number, message))
+
+    def _flush(self) -> None:
+        calls, self._outbox = self._outbox, []
+        if not self._lost.done():
+            self._host.begin.remote(next(self._turns), calls)
+
+    async def _fetch(self) -> None:
+        with contextlib.suppress(ActorsLost):
+            while True:
+                for number, result in await self._answer("its calls", self._host.results.remote()):
+                    if (answer := self._answers.get(number)) is not None and not answer.done():
+                        answer.set_result(result)
+
+    def _result(self, call: str, answer: bytes | None) -> Any:
+        if answer is None:
+            raise asyncio.CancelledError  # by another call
+        if isinstance(result := pickle.loads(answer), Fault):
+            raise result.error or self.lose(f"broke during {call}: {result.text}")
+        return result
 
     async def _answer(self, call: str, ref: Any) -> Any:
         answer = asyncio.wrap_future(ref.future())
@@ -223,12 +264,6 @@ class Actor:
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # read, so that asyncio does not log it
         self._has_answered = True
-        if result is None:
-            raise asyncio.CancelledError  # by another call
-        if not isinstance(result, bytes):
-            return result
-        if isinstance(result := pickle.loads(result), Fault):
-            raise result.error or self.lose(f"broke during {call}: {result.text}")
         return result
 
     async def _watch(self) -> None:
