@@ -186,6 +186,14 @@ UNEQUAL = [
 ]
 
 EQUAL_IN_WORDS_AND_STYLE = [
+    ("255", r"2.55 \times 10^2"),
+    ("306", r"\text{(B) } 306"),
+    ("8\\pi", "8*pi"),
+    ("6+9i", r"6 + 9 \cdot i"),
+    (r"\text{even}", r"\text{It is even}"),
+    ("113", r"\begin{aligned} x &= 107 + 6 \\ &= 113 \end{aligned}"),
+    (r"(3,4]", r"\textcolor{blue}{(3,4]}"),
+    ("52_8", "52_{(8)}"),
     ("5", "five"),
     ("25", "twenty-five"),
     ("206", "two hundred and six"),
@@ -261,6 +269,13 @@ EQUAL_IN_WORDS_AND_STYLE = [
     ("3", "3:1"),
 ]
 UNEQUAL_IN_WORDS_AND_STYLE = [
+    ("5", r"\text{anything but } 5"),
+    ("0", r"\text{less than } 0"),
+    ("5", "5 (six)"),
+    ("5", "(B) 6"),
+    ("45000", "45000_8"),
+    ("1500", "1.5e2"),
+    ("6", "2**3"),
     ("5", "5 or 6"),
     ("5", "5, 6"),
     ("5", "either 5 or 6"),

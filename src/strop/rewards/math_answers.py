@@ -29,7 +29,10 @@ _NAME = re.compile(
     rf"|[a-zA-Z]{{3,}}(?: [a-zA-Z]+){{0,4}})(?:_\{{?[a-zA-Z0-9]{{1,9}}\}}?|'|\^\{{-1\}})*"
     rf"(?:\((?:[a-zA-Z]|{_GREEK}|-?\d+)(?:,\s*\w)*\))?"
 )
-_BASED = re.compile(r"\(?(-?[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(?:base\s+)?(\w+)\s*\}?|(?:in\s+)?\(?\s*base[\s-]+(\w+)\s*\)?)")
+_BASED = re.compile(
+    r"\(?(-?[0-9A-Fa-f]+)\)?\s*"
+    r"(?:_\s*\{?\s*\(?(?:base\s+)?(\w+)\)?\s*\}?|(?:in\s+)?\(?\s*base[\s-]+(\w+)\s*\)?)"
+)
 _MATRIX = re.compile(
     r"\\begin\s*\{([pbB]?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}"
     r"(\s*\^\s*\{?\s*(?:T|t|\\top|\\mathsf\s*\{?T\}?)\s*\}?)?",
@@ -87,7 +90,7 @@ _TURNING = (
     "not no never isn doesn neither except than least most greater fewer smaller larger between over under above below beyond"
     " up almost nearly about around approximately roughly within minus negative plus times root double twice squared cubed"
     " base mod by sin cos tan log ln exp sqrt cot sec csc arcsin arccos arctan infinity infty if then without is are does"
-    " wrong false incorrect th st nd rd"
+    " wrong false incorrect anything but th st nd rd"
 )
 _COUNTED = "step case question problem option example exercise part find let"
 _TURNING_WORDS = _CHANGES | frozenset(_TURNING.split(" "))  # next to a number: they make another of it
@@ -116,6 +119,8 @@ def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
         return None
     if _word(gold) == "":
         answer = _without_words(answer)
+        if plain_number(gold) is not None and _PHRASE.match(answer) is not None:
+            return None
     if gold == answer:
         return []
     word = _word(gold)

@@ -14,17 +14,22 @@ from strop.sandbox.numbers import plain_number
 _SIGNS = {"−": "-", "–": "-", "°": r"^\circ ", "¢": r"\text{ cents}"}
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "→": r"\to ", "∈": r"\in ", "∪": r"\cup "}
 _SIGNS |= {"∞": r"\infty ", "π": r"\pi ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∴": r"\therefore "}
-_SIGNS |= {"⟨": r"\langle ", "⟩": r"\rangle ", "θ": r"\theta "}
+_SIGNS |= {"⟨": r"\langle ", "⟩": r"\rangle ", "θ": r"\theta ", "º": r"^\circ ", "。": "."}
+_SIGNS |= {"“": '"', "”": '"', "‘": "'", "’": "'"}
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 _PLAIN_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
+_SLASHED = re.compile(f"([{_RAISED}]+)[⁄/]([{_LOWERED}]+)")
 _VULGAR = re.compile(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_CHOICE = r"(?i)^(?:option|choice)\s+(?=\(?[A-Z]\)?$)"
 # Applied in this order: (pattern, replacement).
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"^(?:[Oo]ption\s+)?\(?[A-E][):.]\s+(?=-?\d)", ""),  # the letter of a choice before its value
+        (r"\\begin\s*\{(aligned|align\*?|gathered|split)\}(.*)\\end\s*\{\1\}", lambda found: re.sub(r"\\\\|&", " ", found[2])),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", ""),
         (r"(?<=\d)(?:,?\s?\\[!,;: ]|~|\{,\})\s?(?=\d{3}(?!\d))", ","),  # a comma and a space separate two numbers
-        (r"\\(?:displaystyle|textstyle|limits|phantom\{\})(?![a-zA-Z])\s*|(?<!\\)\\!|\{\}", ""),
+        (r"\\(?:displaystyle|textstyle|limits|phantom\{\})(?![a-zA-Z])\s*|\\color\s*\{\w+\}|(?<!\\)\\!|\{\}", ""),
         (r"^\\mathbb\s*\{?R\}?$", r"(-\\infty, \\infty)"),
         (r"^\([a-z](?:, ?[a-z]){1,3}\)\s*=\s*", ""),
         (r"^(-?)\s*\\?\$\s*(\d[\d,]*(?:\.\d+)?)$", r"\1\2 \\text{dollars}"),
@@ -32,7 +37,7 @@ _REWRITES = tuple(
         (r"√\s*\(([^()]*)\)|√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1\2}"),
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:[dtc]|nice|s|x)frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
@@ -46,30 +51,47 @@ _REWRITES = tuple(
         (r"\s*\\rangle(?![a-zA-Z])", ")"),
         (r"\\\$|\$", ""),
         (r"\\mathrm\s*\{([ie])\}", r"\1"),
+        (r"\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
+        (r"(?<=[\w)}])\s*\*\s*(?=[\w({\\-])", r"\\cdot "),
+        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        (r"(?<=\d)\s*\\cdot\s*(?=[a-z](?![a-zA-Z]))", ""),  # 2 * i
+        (r"^\(?(-?\d[\d,]*)\)?\s*_\s*\{?\s*10\s*\}?$", r"\1"),
         (r"^[a-zA-Z]\s*\\in\s*(?=\\\{)", ""),  # x in {1, 2}
         (r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?::|\||\\(?:mid|vert|colon)(?![a-zA-Z]))(.*)\\\}$", r"\1"),
         (r"^[\[(]\s*(\\begin\s*\{array\}.*\\end\s*\{array\})\s*[\])]$", r"\1"),
         (r"(?<!not )(?<!or )\b(?:is equal to|equals|is exactly|equal to)\b", "="),
         (r"^(?:minus|negative)\s+(?=\d)", "-"),
         (r"^([a-zA-Z][a-zA-Z ]{0,40}?) is (?=[-\d\\(\[])", r"\1 = "),
-        (r"(?i)^(?:option|choice)\s+(?=\(?[A-Z]\)?$)", ""),
+        (_CHOICE, ""),
         (r"\s+", " "),
     )
 )
+_OPENS = frozenset("0123456789-.$\\([")  # a value, after words
 _MARKS = ("**", "__", "``", "*", "`", '"', "'")  # around an answer
 _LEADS = re.compile(
     r"(?i)(?:\\therefore(?![a-z])|\\(?:implies|rightarrow)(?![a-z])|=>|=(?!=)|#+"
     r"|(?:so|thus|hence|therefore|finally)(?![a-z])"
-    r"|(?:(?:and|so)\s+)?(?:the|my|our)?\s*(?:final\s+|correct\s+)?(?:answer|result|solution|ans)(?:\s+is(?![a-z])|\s*:|\s*=|\.)"
+    r"|(?:(?:and|so)\s+)?(?:the|my|our)?\s*(?:final\s+|correct\s+)?(?:answer|result|solution|ans|答案|ответ|antwort|réponse|respuesta)(?:\s+is(?![a-z])|\s*:|\s*=|\.)"
     r"|(?:we|i)\s+(?:get|have|find|obtain)(?![a-z])|(?:there|it|that)\s+(?:are|is)(?![a-z]))[\s:,]*"
 )
-_ENDS = re.compile(r"(?:[✓✔✅☑∎■□]\ufe0f?|\\(?:checkmark|blacksquare|square|qed|Box)(?![a-zA-Z])|I hope it is correct\.?)$")
+_ENDS = re.compile(
+    r"(?:[✓✔✅☑∎■□]\ufe0f?|\\(?:checkmark|blacksquare|square|qed|Box)(?![a-zA-Z])|I hope it is correct\.?|\\tag\{\w+\}|\\\\"
+    r"|\\text\s*\{\s*(?:\.|\((?:final answer|checked)\))\s*\}|\((?:final answer|checked)\)|\\[\])]|<\|[a-z_]+\|>|</s>|<eos>)$"
+)
+_COLOURED = re.compile(r"\\(?:textcolor\s*\{\w+\}|f?colorbox\s*(?:\{\w+\}){1,2}|bbox\s*\[[^\]]*\])\s*(?=\{)")
+_POWER_OF_TEN = re.compile(
+    r"(-?\d{1,20}(?:\.\d{1,20})?)\s*(?:[eE]\+?(-?\d{1,2})|(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*(-?\d{1,2})\s*\}|(\d)))"
+)
+_TWICE = re.compile(r"(-?\d[\d,]*)\s*\(([a-zA-Z -]+)\)|([a-zA-Z -]+)\s*\((-?\d[\d,]*)\)")
 _TAGGED = re.compile(r"<([a-z]+)>(.*)</\1>", re.DOTALL)
-_WRAPPER = re.compile(r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|emph|underline)\s*\{")
+_WRAPPER = re.compile(
+    r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|texttt|emph|underline)\s*\{"
+)
 _MAX_LAYERS = 20  # around an answer, which has a few
 _DELIMITED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname|rm)\s*\{([^{}]*)\}")
-_LEADING_TEXT = re.compile(r"\\text\s*\{([^{}]*[a-z]{2}[^{}]*)\}\s*(?=[-\d$\\(\[])")
+_LEADING_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}\s*(?=(.))")
 _MIXED = re.compile(
     r"(-?)\s*(\d{1,12})(?:\s*\\frac\s*\{\s*(\d{1,12})\s*\}\s*\{\s*(\d{1,12})\s*\}|\s+(?:and\s+)?(\d{1,12})\s*/\s*(\d{1,12}))"
 )
@@ -87,12 +109,20 @@ NUMBER_WORDS |= {word: 10 * ten for ten, word in enumerate(_TENS.split(" "), sta
 
 def canonical(text: str) -> str:
     """The text without style, sizes of brackets, dollar signs and a final full stop, and with one notation for each sign."""
-    text = _unwrapped(_inner(_plain_signs(text)))
+    text = _unwrapped(_COLOURED.sub(r"\\mathbf", _inner(_plain_signs(text))))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _inner(text)
-    if (found := TEXT.fullmatch(text)) is not None and plain_number(found[1]) is not None:
-        text = found[1].strip()
+    if (found := TEXT.fullmatch(text)) is not None:
+        inner = _inner(found[1].strip())
+        is_number = plain_number(inner) is not None or number_in_words(inner) is not None
+        text = inner if is_number else rf"\text{{{re.sub(_CHOICE, '', inner)}}}"
+    if (found := _TWICE.fullmatch(text)) is not None:
+        digits, words = found[1] or found[4], found[2] or found[3]
+        if (number := plain_number(digits)) is not None and number_in_words(words) == number:
+            text = digits
+    if (found := _POWER_OF_TEN.fullmatch(text)) is not None:
+        return written(Fraction(found[1]) * Fraction(10) ** int(found[2] or found[3] or found[4]))
     if (found := _MIXED.fullmatch(text)) is not None:
         top, bottom = int(found[3] or found[5]), int(found[4] or found[6])
         if 0 < top < bottom:
@@ -135,6 +165,9 @@ def _fits(total: int, number: int) -> bool:
 
 
 def _plain_signs(text: str) -> str:
+    text = _SLASHED.sub(
+        lambda found: r"\frac{{{}}}{{{}}}".format(*(each.translate(_PLAIN_DIGITS) for each in found.groups())), text
+    )
     text = re.sub(f"[{_RAISED}]+", lambda found: "^{" + found[0].translate(_PLAIN_DIGITS) + "}", text)
     text = re.sub(f"[{_LOWERED}]+", lambda found: "_{" + found[0].translate(_PLAIN_DIGITS) + "}", text)
     text = _VULGAR.sub(lambda found: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", found[0]).split("⁄")), text)
@@ -153,7 +186,7 @@ def _inner(text: str) -> str:
                 inner = text[len(mark) : -len(mark)]
                 text = text if mark in inner else inner
         text = _ENDS.sub("", text.strip())
-        if (found := _LEADING_TEXT.match(text)) is not None:
+        if (found := _LEADING_TEXT.match(text)) is not None and (found[1].strip().endswith(":") or found[2] in _OPENS):
             text = f"{found[1].strip()} {text[found.end() :]}"
         if (lead := _LEADS.match(text)) is not None and lead.end() < len(text):
             text = text[lead.end() :]
