@@ -1,8 +1,8 @@
 r"""Forms of answers that a grader's author had not seen, made from labels: equal restatements, and near misses.
 
-They were written without a look at the rules of the grader, its tests or its documents, and judged once before any rule
-was changed for them: what the grader says of them shows how it generalises. Of the project's forms only `grader_forms` was
-known: these differ.
+They were written without a look at the rules of the grader, its tests or its documents. Of the project's forms only
+`grader_forms` was known: these differ. The first verdict, before any rule was changed for them, shows how the grader
+generalises (docs/rewards.md); later ones do not.
 """
 
 from __future__ import annotations

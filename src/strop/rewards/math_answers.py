@@ -33,6 +33,7 @@ _BASED = re.compile(
     r"\(?(-?[0-9A-Fa-f]+)\)?\s*"
     r"(?:_\s*\{?\s*\(?(?:base\s+)?(\w+)\)?\s*\}?|(?:in\s+)?\(?\s*base[\s-]+(\w+)\s*\)?)"
 )
+_BASE_TEN = re.compile(r"^\(?(-?\d[\d,]*)\)?\s*_\s*\{?\s*10\s*\}?$")
 _MATRIX = re.compile(
     r"\\begin\s*\{([pbB]?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}"
     r"(\s*\^\s*\{?\s*(?:T|t|\\top|\\mathsf\s*\{?T\}?)\s*\}?)?",
@@ -126,6 +127,8 @@ def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
     word = _word(gold)
     if word:
         return [] if word == _word(answer, is_known=True) else None
+    if _based(gold) is None:
+        answer = _BASE_TEN.sub(r"\1", answer)
     if (is_same := _same_base(gold, answer)) is not None:
         return [] if is_same else None
     if "!!" in answer and "!!" not in gold:
@@ -291,7 +294,7 @@ def _listed(gold: str, answer: str) -> str | None:
     listed = ", ".join(each.sides[-1] if each.signs else each.sides[0] for each in read)
     if gold[0] == "(":  # the coordinates in the order of their names
         return f"({listed})" if len(set(names)) == len(elements) and names in (sorted(names), ["r", r"\theta"]) else None
-    return listed if len(set(names)) == 1 and gold[0] != "[" else None
+    return listed if len({name.partition("_")[0] for name in names}) == 1 and gold[0] != "[" else None
 
 
 def _mirrored(sign: str) -> str:

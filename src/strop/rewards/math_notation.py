@@ -56,7 +56,6 @@ _REWRITES = tuple(
         (r"(?<=[\w)}])\s*\*\s*(?=[\w({\\-])", r"\\cdot "),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"(?<=\d)\s*\\cdot\s*(?=[a-z](?![a-zA-Z]))", ""),  # 2 * i
-        (r"^\(?(-?\d[\d,]*)\)?\s*_\s*\{?\s*10\s*\}?$", r"\1"),
         (r"^[a-zA-Z]\s*\\in\s*(?=\\\{)", ""),  # x in {1, 2}
         (r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?::|\||\\(?:mid|vert|colon)(?![a-zA-Z]))(.*)\\\}$", r"\1"),
         (r"^[\[(]\s*(\\begin\s*\{array\}.*\\end\s*\{array\})\s*[\])]$", r"\1"),
@@ -72,7 +71,7 @@ _MARKS = ("**", "__", "``", "*", "`", '"', "'")  # around an answer
 _LEADS = re.compile(
     r"(?i)(?:\\therefore(?![a-z])|\\(?:implies|rightarrow)(?![a-z])|=>|=(?!=)|#+"
     r"|(?:so|thus|hence|therefore|finally)(?![a-z])"
-    r"|(?:(?:and|so)\s+)?(?:the|my|our)?\s*(?:final\s+|correct\s+)?(?:answer|result|solution|ans|答案|ответ|antwort|réponse|respuesta)(?:\s+is(?![a-z])|\s*:|\s*=|\.)"
+    r"|(?:(?:and|so)\s+)?(?:the|my|our)?\s*(?:final\s+|correct\s+)?(?:answer|result|solution|ans|答案|ответ|antwort|réponse|respuesta)(?:是|为|\s+is(?![a-z])|\s*:|\s*=|\.)"
     r"|(?:we|i)\s+(?:get|have|find|obtain)(?![a-z])|(?:there|it|that)\s+(?:are|is)(?![a-z]))[\s:,]*"
 )
 _ENDS = re.compile(
@@ -84,7 +83,7 @@ _POWER_OF_TEN = re.compile(
     r"(-?\d{1,20}(?:\.\d{1,20})?)\s*(?:[eE]\+?(-?\d{1,2})|(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*(-?\d{1,2})\s*\}|(\d)))"
 )
 _TWICE = re.compile(r"(-?\d[\d,]*)\s*\(([a-zA-Z -]+)\)|([a-zA-Z -]+)\s*\((-?\d[\d,]*)\)")
-_TAGGED = re.compile(r"<([a-z]+)>(.*)</\1>", re.DOTALL)
+_TAGGED = re.compile(r"<([a-z]+)>(.*)</\1>|(\{)\s*\"answer\"\s*:(.*)\}", re.DOTALL)
 _WRAPPER = re.compile(
     r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|texttt|emph|underline)\s*\{"
 )
@@ -180,7 +179,7 @@ def _inner(text: str) -> str:
     for _ in range(_MAX_LAYERS):
         before = text
         if (found := _DELIMITED.fullmatch(text) or _TAGGED.fullmatch(text)) is not None:
-            text = (found[2] if found.re is _TAGGED else found[1] or found[2]) or ""
+            text = (found[4] or found[2] if found.re is _TAGGED else found[1] or found[2]) or ""
         for mark in _MARKS:
             if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
                 inner = text[len(mark) : -len(mark)]
