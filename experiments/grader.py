@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from grader_forms import HELD_OUT, NEW, FormSet
+from grader_seen import SEEN
+from grader_seen_common import COMMON
+from grader_seen_odd import ODD
 from grader_unseen import UNSEEN
-from grader_unseen_common import COMMON
-from grader_unseen_odd import ODD
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -383,7 +384,7 @@ def make_cases(labels: Sequence[Label], seed: int) -> list[Case]:
 
 
 FORMS = {"new": NEW, "held out": HELD_OUT}
-WRITTEN_APART = {"unseen": UNSEEN, "unseen, odd": ODD, "unseen, common": COMMON}  # without a look at the rules
+WRITTEN_APART = {"unseen": UNSEEN, "seen": SEEN, "seen, odd": ODD, "seen, common": COMMON}  # without a look at the rules
 OF_FORMS = ("math", "math, math_verify")  # judged on these forms, next to TRL
 
 
@@ -489,7 +490,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="rows of each data set")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for faithful-grader.json and .txt")
     parser.add_argument(
-        "--unseen", action="store_true", help="only grader_unseen*.py; writes faithful-grader-unseen.json and .txt"
+        "--unseen",
+        action="store_true",
+        help="only forms written apart from the rules; writes faithful-grader-unseen.json and .txt",
     )
     arguments = parser.parse_args(argv)
     for name in ("gsm8k", "math500"):
@@ -503,7 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.unseen:
         of_unseen = {name: judge_forms(labels, forms) for name, forms in WRITTEN_APART.items()}
-        bars = {name: bar for forms in of_unseen for name, bar in bars_of_forms(of_unseen, forms).items()}
+        bars = bars_of_forms(of_unseen, "unseen")
         document = {"command": f"{COMMAND}-unseen", "bars": bars, "num_labels": len(labels), "forms": of_unseen}
         return _written(arguments.out / "faithful-grader-unseen", document, _lines_of_forms(of_unseen))
     cases = make_cases(labels, seed=0)

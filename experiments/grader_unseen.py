@@ -1,276 +1,224 @@
-r"""Forms of answers that a grader's author had not seen, made from labels: equal restatements, and near misses.
+r"""Natural forms of answers whose writer knew no grader: equal restatements, and near misses.
 
-They were written without a look at the rules of the grader, its tests or its documents. Of the project's forms only
-`grader_forms` was known: these differ. The first verdict, before any rule was changed for them, shows how the grader
-generalises (docs/rewards.md); later ones do not.
+No rule was changed after the first verdict on them, so they show how the grader generalises. Every function yields pairs
+(kind, answer); the answer is what could stand inside \boxed{...}.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
-from math import pi, sqrt
 
-from grader_forms import BASED, Forms, FormSet
+from grader_forms import Forms, FormSet
 
-_INTEGER = re.compile(r"-?\d+(?:,\d{3})*")
-_LIST = re.compile(r"-?\d+(?:, ?-?\d+)+")
-_SURD = re.compile(r"(\d*) ?\\sqrt\{?(\d+)\}?")
-_PI = re.compile(r"(\d+) ?\\pi")
-_COMPLEX = re.compile(r"(-?\d+) ?([+-]) ?(\d+)i")
-_BOTH_SIGNS = re.compile(r"(\d+) \\pm (\d* ?\\sqrt\{\d+\})")
-_SUM = re.compile(r"-?[\da-hj-zR^]+(?: ?[+-] ?[\da-hj-zR^]+)+")  # without i, which makes a complex number
-_PIECE = re.compile(r"([(\[]) ?([^,()\[\]]+?) ?, ?([^,()\[\]]+?) ?([)\]])")
-_TUPLE = re.compile(r"\( ?([^()]+,[^()]+?) ?\)")
-_MATRIX = re.compile(r"\\begin\{pmatrix\} ?(.*?) ?\\end\{pmatrix\}")
-_UNIT = re.compile(r"([\d.]+) ?\\(?:text|mbox)\{ (\w+)\}(?:\^2)?")
-_OPTION = re.compile(r"\\text\{\(([A-E])\)\}")
-_NAMES = "zero,one,two,three,four,five,six,seven,eight,nine,ten,eleven,twelve,thirteen,fourteen,fifteen,sixteen"
-_POWERS = {base**power: f"{base}^{power}" for power in (4, 3, 2) for base in range(2, 32)}
-_SIGNS = {"1/2": ("½", "one half"), "1/3": ("⅓", "one third"), "2/3": ("⅔", "two thirds"), "1/4": ("¼", "one quarter")}
-_SHORT = {"inches": "in²", "cm": "cm²", "cents": "¢"}
-_RIVALS = {"east": "west", "even": "odd", "ellipse": "hyperbola", "Evelyn": "Carla", "Navin": "Luna"}
+Rules = list[tuple[str, str, str]]  # (kind, pattern of the whole label, template of the answer)
+
+INTEGER = r"-?\d+|-?\d{1,3}(?:,(?:\\!)? ?\d{3})+"
+DECIMAL = r"-?\d*\.\d+"
+FRACTION = r"-?\\[dt]?frac ?(?:\{\d+\}|\d)(?:\{\d+\}|\d)"
+MIXED = r"(\d+) ?\\frac\{(\d+)\}\{(\d+)\}"
+SURD = r"(\d+) ?\\sqrt\{?(\d+)\}?"
+ROOT = r"(-?)\\sqrt\{(\d+)\}"
+PI = r"(\d+) ?\\pi"
+TERM = r"(?:\d|[a-zA-Z^]|\\sqrt\{\d+\}|\\pi| )+"
+SUM = rf"-?{TERM}(?:[+-]{TERM})+"
+RAY = r"\((-?\d+),\\infty\)"
+HALF_OPEN = r"\((\d+),(\d+)\]"
+UNION = r"(\(.+?\)) \\cup (\(.+?\))"
+PAIR = r"(-?\d),(-?\d)"
+MATRIX = r"\\begin\{pmatrix\} (.*) \\end\{pmatrix\}"
+DEGREES = r"(\d+)\^\\circ"
+CHOICE = r"\\text\{\(([A-E])\)\}"
+WORD = r"\\text\{([A-Za-z]+)\}"
+BASE = r"(\d+)_\{?(\d)\}?"
+MONEY = r"\\\$(\d+(?:\.\d\d)?)"
+AREA = r"(\d+) ?\\mbox\{ (cm|inches)\}\^2"
+PLUS_MINUS = r"(\d+) \\pm (.+)"
+NUMBER_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+NEXT_DIGIT = dict(zip("0123456789", "1234567898", strict=True))
+OTHER_WORDS = {"even": "odd", "odd": "even", "east": "west", "ellipse": "hyperbola", "Evelyn": "Carla", "Navin": "Luke"}
+
+EQUAL_RULES: Rules = [
+    ("number assigned to x", rf"({INTEGER}|{FRACTION}|{SURD}|{PI})", r"x = \1"),
+    ("surd with dot", SURD, r"\1 \\cdot \\sqrt{\2}"),
+    ("surd in plain text", SURD, r"\1*sqrt(\2)"),
+    ("surd with root sign", SURD, "\\1\u221a\\2"),
+    ("root in plain text", ROOT, r"\1sqrt(\2)"),
+    ("pi with dot", PI, r"\1 \\cdot \\pi"),
+    ("pi sign", PI, "\\1\u03c0"),
+    ("ray as inequality", RAY, r"x > \1"),
+    ("ray with signed infinity", RAY, r"(\1, +\\infty)"),
+    ("interval as inequality", HALF_OPEN, r"\1 < x \\le \2"),
+    ("member of union", UNION, r"x \\in \1 \\cup \2"),
+    ("union swapped", UNION, r"\2 \\cup \1"),
+    ("sized parentheses", r"\((-?\d+,[^()]*-?\d+)\)", r"\\left(\1\\right)"),
+    ("square brackets around matrix", MATRIX, r"\\begin{bmatrix} \1 \\end{bmatrix}"),
+    ("braced degree sign", DEGREES, r"\1^{\\circ}"),
+    ("unicode degree sign", DEGREES, "\\1\u00b0"),
+    ("word degrees", DEGREES, r"\1 \\text{ degrees}"),
+    ("bare choice", CHOICE, r"\1"),
+    ("choice in parentheses", CHOICE, r"(\1)"),
+    ("bold choice", CHOICE, r"\\textbf{(\1)}"),
+    ("bare word", WORD, r"\1"),
+    ("bold word", WORD, r"\\textbf{\1}"),
+    ("braced base", BASE, r"\1_{\2}"),
+    ("base in words", BASE, r"\1 \\text{ (base \2)}"),
+    ("amount without sign", MONEY, r"\1"),
+    ("amount in dollars", MONEY, r"\1 \\text{ dollars}"),
+    ("area with braced power", AREA, r"\1\\,\\text{\2}^{2}"),
+    ("both signs written out", PLUS_MINUS, r"\1 + \2, \1 - \2"),
+    ("list with and", PAIR, r"\1 \\text{ and } \2"),
+    ("list of solutions", PAIR, r"x = \1 \\text{ or } x = \2"),
+    ("braced exponent", r"(\d[a-zA-Z])\^(\d)", r"\1^{\2}"),
+    ("value without variable", r"x=(\d+)", r"\1"),
+    ("factors swapped", r"(\([^()]+\))(\([^()]+\))", r"\2\1"),
+]
+WRONG_RULES: Rules = [
+    ("mixed number without fraction", MIXED, r"\1"),
+    ("surd without root", SURD, r"\1 \\cdot \2"),
+    ("surd without factor", SURD, r"\\sqrt{\2}"),
+    ("cube root", SURD, r"\1\\sqrt[3]{\2}"),
+    ("radicand alone", ROOT, r"\1\2"),
+    ("pi left out", PI, r"\1"),
+    ("ray reversed", RAY, r"(-\\infty, \1)"),
+    ("ray closed", RAY, r"[\1, \\infty)"),
+    ("brackets exchanged", HALF_OPEN, r"[\1,\2)"),
+    ("first part of union", UNION, r"\1"),
+    ("intersection", UNION, r"\1 \\cap \2"),
+    ("coordinates reversed", r"\((-?\d+),(-?\d+)\)", r"(\2,\1)"),
+    ("coordinate missing", r"\((-?\d+,[^()]+),(-?\d+)\)", r"(\1)"),
+    ("radians", DEGREES, r"\1 \\text{ radians}"),
+    ("two choices", CHOICE, r"\\text{(A), (B)}"),
+    ("base ten", BASE, r"\1_{10}"),
+    ("cents for dollars", MONEY, r"\1 \\text{ cents}"),
+    ("volume for area", AREA, r"\1 \\text{ \2}^3"),
+    ("other area unit", AREA, r"\1 \\text{ m}^2"),
+    ("plus sign alone", PLUS_MINUS, r"\1 + \2"),
+    ("solution missing", PAIR, r"\1"),
+    ("last factor missing", r"(\([^()]+\))(\([^()]+\))", r"\1"),
+]
+
+
+def apply_rules(rules: Rules, text: str) -> Forms:
+    """Yield the answers of all rules whose pattern fits the whole label."""
+    for kind, pattern, template in rules:
+        if match := re.fullmatch(pattern, text):
+            yield kind, match.expand(template)
+
+
+def decimal_text(value: Fraction) -> str | None:
+    """Return the exact decimal of a value, or None if it needs more than seven places."""
+    exact = (value * 10**7).denominator == 1
+    whole, part = f"{float(value):.7f}".split(".")
+    return f"{whole}.{part}".rstrip("0").rstrip(".") if exact else None
+
+
+def join_terms(terms: list[str]) -> str:
+    """Join terms, each of which may begin with its sign, to a sum."""
+    signed = [term if term[0] in "+-" else f"+{term}" for term in terms]
+    return signed[0].removeprefix("+") + "".join(f" {term[0]} {term[1:]}" for term in signed[1:])
+
+
+def integer_restatements(text: str, number: int) -> Forms:
+    """Yield equal forms of an integer."""
+    plain, grouped = str(number), f"{number:,}"
+    yield from (("plain digits", plain), ("one zero decimal", f"{plain}.0"), ("two zero decimals", f"{plain}.00"))
+    yield from (("bold math", f"\\mathbf{{{text}}}"), ("bold text", f"\\textbf{{{plain}}}"))
+    yield from (("text command", f"\\text{{{plain}}}"), ("markdown bold", f"**{plain}**"))
+    if abs(number) >= 1000:
+        yield from (("comma groups", grouped), ("braced commas", grouped.replace(",", "{,}")))
+        yield from (("tight commas", grouped.replace(",", ",\\!")), ("thin spaces", grouped.replace(",", "\\,")))
+    if 0 <= number <= 12:
+        yield "number word", f"\\text{{{NUMBER_WORDS[number]}}}"
+    if number >= 4:
+        yield "sum with result", f"{number - number // 3} + {number // 3} = {plain}"
+        if number % 2 == 0:
+            yield "product with result", f"{number // 2} \\times 2 = {plain}"
+    if number >= 10000 and number % 1000 == 0:
+        power = len(plain) - 1
+        yield "scientific notation", f"{decimal_text(Fraction(number, 10**power))} \\times 10^{{{power}}}"
+
+
+def fraction_restatements(value: Fraction) -> Forms:
+    """Yield equal forms of a number that is no integer."""
+    sign, top, bottom, decimal = "-" if value < 0 else "", abs(value.numerator), value.denominator, decimal_text(value)
+    fraction = f"{sign}\\frac{{{top}}}{{{bottom}}}"
+    yield from (("plain fraction", fraction), ("display fraction", fraction.replace("frac", "dfrac")))
+    yield from (("slash", f"{sign}{top}/{bottom}"), ("small fraction", fraction.replace("frac", "tfrac")))
+    yield "sign in the numerator", f"\\frac{{{sign}{top}}}{{{bottom}}}"
+    if bottom < top < 20 * bottom and bottom <= 20 and value > 0:
+        yield "mixed number", f"{top // bottom}\\frac{{{top % bottom}}}{{{bottom}}}"
+    if decimal is None:
+        yield "fraction with approximation", f"{fraction} \\approx {float(value):.4f}"
+    else:
+        yield from (("exact decimal", decimal), ("fraction with its decimal", f"{fraction} = {decimal}"))
 
 
 def unseen_restatements(text: str, value: Fraction | None) -> Forms:
-    yield "double dollars", f"$${text}$$"
-    yield "Minerva's sentence", f"Final Answer: The final answer is ${text}$. I hope it is correct."
-    yield "display style", rf"\displaystyle {text}"
-    yield "therefore", rf"\therefore {text}"
-    yield "group", f"{{{text}}}"
-    if value is not None:
-        yield "Markdown bold", f"**{text}**"
-        yield "mark of GSM8K", f"#### {text}"
-        yield "name with an index", f"S_{{10}} = {text}"
-    if value is not None and _INTEGER.fullmatch(text):
-        number, words = int(value), _NAMES.split(",")
-        yield "quotient worked out", rf"\frac{{{2 * number}}}{{2}} = {number}"
-        yield "one decimal", f"{number}.0"
-        yield "expression asked for", f"m + n = {number}"
-        yield "equals in words", f"x equals {number}"
-        yield "tick", f"{number} ✓"
-        if number > 1:
-            yield "units in text", rf"{number} \text{{ units}}"
-            yield "segment", f"AB = {number}"
-        if 0 <= number < len(words):
-            yield "number word", words[number]
-        if abs(number) >= 1000:
-            yield "comma in braces", f"{number:,}".replace(",", "{,}")
-            yield "space between thousands", f"{number:,}".replace(",", " ")
-        if number >= 1000 and number % 100 == 0:
-            size = len(str(number)) - 1
-            yield "scientific notation", rf"{_decimal(Fraction(number, 10**size))} \times 10^{size}"
-        if number in _POWERS:
-            yield "power worked out", f"{_POWERS[number]} = {number}"
-    elif value is not None and value.denominator > 1:
-        sign, above, below = "-" if value < 0 else "", abs(value.numerator), value.denominator
-        if below < 10000:
-            yield "reduction shown", rf"{sign}\frac{{{2 * above}}}{{{2 * below}}} = {sign}\frac{{{above}}}{{{below}}}"
-            yield "cfrac", rf"{sign}\cfrac{{{above}}}{{{below}}}"
-            yield "over", rf"{sign}{{{above} \over {below}}}"
-        if value > 1:
-            yield "whole plus the rest", rf"{above // below} + \frac{{{above % below}}}{{{below}}}"
-        if 10**8 % below == 0 and "." not in text:
-            yield "exact decimal", _decimal(value)
-        elif 10**8 % below and abs(value) > Fraction(1, 10):
-            yield "exact, then rounded", rf"{text} \approx {float(value):.3f}"
-        if value > 0 and 99 % below == 0:
-            digits = str(above % below * 9 // below) if 9 % below == 0 else f"{above % below * 99 // below:02d}"
-            yield "repeating decimal", rf"{above // below}.\overline{{{digits}}}"
-        if re.match(r"0?\.\d", text):
-            yield "zero before the point", text[1:] if text[0] == "0" else f"0{text}"
-        yield from zip(("fraction sign", "fraction in words"), _SIGNS.get(str(value), ()), strict=False)
-    yield from _restated_shapes(text, text.replace(r"\left", "").replace(r"\right", ""))
-
-
-def _restated_shapes(text: str, plain: str) -> Forms:
-    if text.startswith(r"\$"):
-        yield "money in words", re.sub(r",\\!", ",", text[2:]) + " dollars"
-    if (found := _SURD.fullmatch(text)) is not None:
-        factor, inside = int(found[1] or 1), int(found[2])
-        yield "half power", (rf"{factor} \cdot " if found[1] else "") + f"{inside}^{{1/2}}"
-        yield "exact, then rounded", rf"{text} \approx {factor * sqrt(inside):.2f}"
-        if found[1]:
-            yield "root simplified", rf"\sqrt{{{factor**2 * inside}}} = {text}"
-    if (found := _PI.fullmatch(text)) is not None:
-        yield "exact, then rounded", rf"{text} \approx {int(found[1]) * pi:.2f}"
-    if (found := BASED.fullmatch(text)) is not None:
-        yield "digits in brackets", f"({found[1]})_{{{found[2]}}}"
-        yield "base in text", rf"{found[1]}_{{\text{{base }} {found[2]}}}"
-    if (found := _COMPLEX.fullmatch(text)) is not None:
-        yield "upright unit", rf"{found[1]} {found[2]} {found[3]}\mathrm{{i}}"
-    if (found := _BOTH_SIGNS.fullmatch(text)) is not None:
-        yield "both signs written out", f"{found[1]} + {found[2]}, {found[1]} - {found[2]}"
-    if _LIST.fullmatch(text) and not _INTEGER.fullmatch(text):
-        elements = re.split(", ?", text)
-        yield "each with a name", r" \text{ or } ".join(f"x = {each}" for each in elements)
-        yield "member of a set", rf"x \in \{{{', '.join(elements)}\}}"
-    if _SUM.fullmatch(text):
+    """Yield answers that mean the same as the label."""
+    forms = [("dollar signs", f"${text}$"), ("inline math", f"\\({text}\\)"), ("full stop", f"{text}.")]
+    forms += [("spaces around", f" {text} "), ("box in box", f"\\boxed{{{text}}}")]
+    forms += [("display style", f"\\displaystyle {text}"), ("sentence", f"\\text{{The answer is }} {text}")]
+    forms += [("answer heading", f"\\text{{Answer: }} {text}"), *apply_rules(EQUAL_RULES, text)]
+    if value is not None and re.fullmatch(INTEGER, text):
+        forms += integer_restatements(text, int(value))
+    elif value is not None and re.fullmatch(f"{FRACTION}|{DECIMAL}|{MIXED}", text):
+        forms += fraction_restatements(value)
+    if re.fullmatch(SUM, text):
         terms = re.findall(r"[+-]?[^+-]+", text.replace(" ", ""))
-        yield "terms backwards", "".join(each if each[0] in "+-" else f"+{each}" for each in terms[::-1]).removeprefix("+")
-        if (starred := re.sub(r"(?<=\d)(?=[a-zA-Z])", "*", text)) != text:
-            yield "stars for times", starred
-        if "^" in text:
-            yield "raised digits", re.sub(r"\^(\d)", lambda power: "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(power[1])], text)
-    if pieces := _pieces(plain):
-        conditions = r" \text{ or } ".join(map(_condition, pieces))
-        yield "set builder", rf"\{{x : {conditions}\}}"
-        if r"\infty)" in plain:
-            yield "plus infinity", text.replace(r", \infty)", r", +\infty)").replace(r",\infty)", r",+\infty)")
-        if len(pieces) > 1:
-            yield "union as inequalities", conditions
-        elif "infty" not in text:
-            left, low, high, right = pieces[0]
-            yield "from the upper end", f"{high} {_greater(right)} x {_greater(left)} {low}"
-    elif (found := _TUPLE.fullmatch(plain)) is not None:
-        yield "tuple with a name", f"A = {text}"
-        yield "spaces in a tuple", r"\left(" + re.sub(r" ?, ?", r",\\; ", found[1]) + r"\right)"
-    if (found := _MATRIX.fullmatch(text)) is not None:
-        rows = re.split(r" *\\\\ *", found[1])
-        yield "array", rf"\left[\begin{{array}}{{{'c' * (1 + rows[0].count('&'))}}} {found[1]} \end{{array}}\right]"
-        yield "gaps between rows", _matrix(found[1].replace(r"\\", r"\\[4pt]"))
-        if "&" not in text:
-            yield "row transposed", _matrix(" & ".join(rows)) + "^T"
-        if "/" in text:
-            yield "fractions inside", re.sub(r"(\d+)/(\d+)", r"\\frac{\1}{\2}", text)
-    if "," in text and r"\frac" in text:
-        yield "slashes inside", re.sub(r"\\frac\{([^{}]+)\}\{(\d+)\}", r"\1/\2", text)
-    if (found := _UNIT.fullmatch(text)) is not None and found[2] in _SHORT:
-        yield "short unit", f"{found[1]} {_SHORT[found[2]]}"
-    if text.endswith(r"^\circ"):
-        yield "degree sign", text.replace(r"^\circ", "°")
-        yield "angle with a name", rf"\angle ABC = {text}"
-    if (found := _OPTION.fullmatch(text)) is not None:
-        yield "option", f"Option {found[1]}"
-    if (word := text[6:-1]) in _RIVALS:
-        yield "word in small letters", word.lower()
+        forms += [("spaced sum", join_terms(terms)), ("last term first", join_terms(terms[-1:] + terms[:-1]))]
+    if " " in text and not re.search(r"\\[a-z]+ [a-zA-Z]", text):
+        forms.append(("without spaces", text.replace(" ", "")))
+    yield from (form for form in forms if form[1] != text)
+
+
+def integer_near_misses(number: int) -> Forms:
+    """Yield wrong answers for an integer."""
+    plain = str(number)
+    yield from (("one more", f"{number + 1}"), ("one less", f"{number - 1}"), ("ten more", f"{number + 10}"))
+    yield from (("half more", f"{plain}.5"), ("times pi", f"{plain}\\pi"), ("greater than", f"x > {plain}"))
+    yield from (("two answers", f"{plain} \\text{{ or }} {number + 1}"), ("list", f"{number - 1}, {plain}"))
+    yield "wrong sum", f"{plain} + 5 = {number + 5}"
+    yield "sentence with wrong number", f"\\text{{The answer is }} {number + 2}"
+    if number != 0:
+        yield from (("sign lost or added", f"{-number}"), ("doubled", f"{2 * number}"), ("zero appended", f"{plain}0"))
+        yield from (("no solution", "\\text{no solution}"), ("plus or minus", f"\\pm {abs(number)}"))
+        yield from (("decimal point moved", f"{decimal_text(Fraction(number, 10))}"), ("over three", f"\\frac{{{plain}}}{{3}}"))
+        yield from (("times x", f"{plain}x"), ("times root", f"{plain}\\sqrt{{2}}"))
+    if number >= 10 and plain[-1] != plain[-2]:
+        yield "last digits exchanged", f"{int(plain[:-2] + plain[-1] + plain[-2])}"
+
+
+def fraction_near_misses(value: Fraction) -> Forms:
+    """Yield wrong answers for a number that is no integer."""
+    top, bottom = value.numerator, value.denominator
+    yield from (("numerator off", f"\\frac{{{top + 1}}}{{{bottom}}}"), ("denominator off", f"\\frac{{{top}}}{{{bottom + 1}}}"))
+    yield from (("upside down", f"{1 / value}"), ("times pi", f"\\frac{{{top}\\pi}}{{{bottom}}}"))
+    yield from (("slash off", f"{top}/{bottom + 2}"), ("opposite sign", f"{-value}"), ("numerator alone", f"{top}"))
+    yield "plus one", f"{value + 1}"
 
 
 def unseen_near_misses(text: str, value: Fraction | None) -> Forms:
-    if value is not None and value != 0 and "$" not in text:
-        yield "opposite", text[1:] if text[0] == "-" else f"-{text}"
-        yield "plus or minus", rf"\pm {text.removeprefix('-')}"
-        yield "no solution", r"\text{no solution}"
-    if value is not None and _INTEGER.fullmatch(text):
-        number, words = int(value), _NAMES.split(",")
-        yield "one more", str(number + 1)
-        yield "sum not worked out", f"{number} + 1"
-        yield "three in a row", f"{number - 1}, {number}, {number + 1}"
-        yield "exponent", f"2^{{{number}}}"
-        yield "interval around it", f"[{number - 1}, {number + 1}]"
-        yield "between in words", f"between {number - 1} and {number + 1}"
-        yield "more in words", f"more than {number}"
-        yield "not in words", f"not {number}"
-        if number > 0:
-            yield "times a letter", f"{number}y"
-            yield "times pi", rf"{number}\pi"
-            yield "a tenth", _decimal(Fraction(number, 10))
-            yield "and a half", rf"{number}\frac{{1}}{{2}}"
-            yield "a hundredth more", f"{number}.01"
-        if number > 1:
-            yield "root of it", rf"\sqrt{{{number}}}"
-        if number % 10 and str(number)[::-1] != str(number) and number > 0:
-            yield "digits backwards", str(number)[::-1]
-        if -1 <= number < len(words) - 1:
-            yield "number word of one more", words[number + 1]
-    elif value is not None and value.denominator > 1 and "$" not in text:
-        above, below = value.numerator, value.denominator
-        yield "numerator one more", rf"\frac{{{above + 1}}}{{{below}}}"
-        yield "denominator one more", rf"\frac{{{above}}}{{{below + 1}}}"
-        if abs(above) > 1:
-            yield "denominator only", str(below)
-        yield "numerator plus denominator", str(above + below)
-        if 0 < value < 1 and value != Fraction(1, 2):
-            yield "complement", rf"\frac{{{below - above}}}{{{below}}}"
-        if value > 1:
-            yield "only the rest", rf"\frac{{{above % below}}}{{{below}}}"
-            yield "bar read as a mixed number", rf"{above}\frac{{1}}{{{below}}}"
-    yield from _missed_shapes(text, text.replace(r"\left", "").replace(r"\right", ""))
-
-
-def _missed_shapes(text: str, plain: str) -> Forms:
-    if (found := _SURD.fullmatch(text)) is not None:
-        yield "cube root", rf"{found[1]}\sqrt[3]{{{found[2]}}}"
-        yield "opposite root", f"-{text}"
-        if found[1]:
-            yield "factor lost", rf"\sqrt{{{found[2]}}}"
-    if (found := _PI.fullmatch(text)) is not None:
-        yield "pi lost", found[1]
-        yield "pi squared", rf"{found[1]}\pi^2"
-    if (found := BASED.fullmatch(text)) is not None:
-        yield "last digit changed", f"{found[1][:-1]}{'0' if found[1][-1] == '1' else '1'}_{{{found[2]}}}"
-    if (found := _COMPLEX.fullmatch(text)) is not None:
-        yield "conjugate", f"{found[1]} {'-' if found[2] == '+' else '+'} {found[3]}i"
-        yield "real part only", found[1]
-        yield "imaginary part only", f"{found[2].removeprefix('+')}{found[3]}i"
-    if (found := _BOTH_SIGNS.fullmatch(text)) is not None:
-        yield "plus only", f"{found[1]} + {found[2]}"
-    if _LIST.fullmatch(text) and not _INTEGER.fullmatch(text):
-        elements = [int(each) for each in text.split(",")]
-        if sorted(elements) != sorted(-each for each in elements):
-            yield "opposite elements", ", ".join(str(-each) for each in elements)
-        yield "last element changed", ", ".join(map(str, [*elements[:-1], elements[-1] + 2]))
-    if _SUM.fullmatch(text):
+    """Yield answers that are close to the label but wrong."""
+    forms = [("empty", ""), ("undetermined", "\\text{cannot be determined}"), *apply_rules(WRONG_RULES, text)]
+    if value is not None and re.fullmatch(INTEGER, text):
+        forms += integer_near_misses(int(value))
+    elif value is not None and re.fullmatch(f"{FRACTION}|{DECIMAL}|{MIXED}", text):
+        forms += fraction_near_misses(value)
+    elif digits := re.findall(r"\d", text):
+        before, after = text.rsplit(digits[-1], 1)
+        forms.append(("last digit off", f"{before}{NEXT_DIGIT[digits[-1]]}{after}"))
+        if len(digits) > 1:
+            forms.append(("first digit off", text.replace(digits[0], NEXT_DIGIT[digits[0]], 1)))
+    elif match := re.fullmatch(CHOICE, text):
+        forms += [("other choice", f"\\text{{({'BCDEA'['ABCDE'.index(match[1])]})}}")]
+    elif (match := re.fullmatch(WORD, text)) and match[1] in OTHER_WORDS:
+        forms += [("other word", f"\\text{{{OTHER_WORDS[match[1]]}}}")]
+    if re.fullmatch(SUM, text):
         terms = re.findall(r"[+-]?[^+-]+", text.replace(" ", ""))
-        yield "last term lost", "".join(terms[:-1])
-    if pieces := _pieces(plain):
-        _, low, high, _ = pieces[0]
-        if len(pieces) > 1:
-            yield "intersection", text.replace(r"\cup", r"\cap")
-        elif "infty" in text:
-            yield "other ray", rf"(-\infty, {low})" if "infty" in high else rf"({high}, \infty)"
-        else:
-            yield "ends only", rf"\{{{low}, {high}\}}"
-            yield "outside", rf"(-\infty, {low}) \cup ({high}, \infty)"
-    elif (found := _TUPLE.fullmatch(plain)) is not None:
-        first, *others = re.split(" ?, ?", found[1])
-        yield "first coordinate only", first
-        yield "coordinate more", f"({', '.join([first, *others, '0'])})"
-        if first != "0":
-            yield "first coordinate opposite", f"({', '.join([first[1:] if first[0] == '-' else f'-{first}', *others])})"
-    if (found := _MATRIX.fullmatch(text)) is not None:
-        yield "row lost", _matrix(found[1].rpartition(r"\\")[0].strip())
-        yield "opposite matrix", f"-{text}"
-    if text.startswith(r"\$"):
-        yield "other currency", "€" + re.sub(r",\\!", ",", text[2:])
-    if text.endswith(r"^\circ"):
-        degrees = int(text.removesuffix(r"^\circ"))
-        yield "radians", rf"{degrees} \text{{ radians}}"
-    if (found := _OPTION.fullmatch(text)) is not None and found[1] != "D":
-        yield "two options", rf"\text{{({found[1]}) and (D)}}"
-    if (rival := _RIVALS.get(word := text[6:-1])) is not None:
-        yield "rival word", rf"\text{{{rival}}}"
-        yield "either word", f"{word} or {rival}"
-
-
-def _pieces(plain: str) -> list[tuple[str, ...]]:
-    """Each part of an interval or of a union of intervals: bracket, end, end, bracket. No parts for what may be a point."""
-    found = [_PIECE.fullmatch(part.strip()) for part in plain.removeprefix(r"x \in ").split(r"\cup")]
-    parts = [each.groups() for each in found if each is not None]
-    is_interval = any(sign in plain for sign in ("infty", "[", "]", r"\cup", "sqrt"))
-    return parts if is_interval and len(parts) == len(found) else []
-
-
-def _condition(piece: tuple[str, ...]) -> str:
-    left, low, high, right = piece
-    below = f"x {_less(right)} {high}"
-    return below if "infty" in low else f"x {_greater(left)} {low}" if "infty" in high else f"{low} {_less(left)} {below}"
-
-
-def _less(bracket: str) -> str:
-    return "<" if bracket in "()" else r"\le"
-
-
-def _greater(bracket: str) -> str:
-    return ">" if bracket in "()" else r"\ge"
-
-
-def _matrix(rows: str) -> str:
-    return rf"\begin{{pmatrix}} {rows} \end{{pmatrix}}"
-
-
-def _decimal(value: Fraction) -> str:
-    return f"{float(value):.10f}".rstrip("0").rstrip(".")
+        changed = terms[-1].translate(str.maketrans("+-", "-+"))
+        forms += [("last sign changed", join_terms([*terms[:-1], changed])), ("last term lost", join_terms(terms[:-1]))]
+    yield from (form for form in forms if form[1] != text)
 
 
 UNSEEN = FormSet(unseen_restatements, unseen_near_misses)

@@ -1,6 +1,6 @@
 r"""Common forms of answers that their writer made without a look at the rules: what models and people put into a box.
 
-`unseen_restatements` and `unseen_near_misses` yield (kind, answer) for every kind that applies to a label; the value
+`seen_restatements` and `seen_near_misses` yield (kind, answer) for every kind that applies to a label; the value
 is not needed, as it follows from the label. Most kinds are lines of tables, "kind: form", where @t is the label and
 other letters after @ are parts made from it.
 """
@@ -163,7 +163,7 @@ def whole(text: str) -> int | None:
     return int(tidy(text).replace(",", "")) if re.fullmatch(r"-?(\d+|\d{1,3}(,\d{3})+)", tidy(text)) else None
 
 
-def unseen_restatements(text: str, value: Fraction | None) -> Forms:
+def seen_restatements(text: str, value: Fraction | None) -> Forms:
     """Yield answers that are equal to the label."""
     label = tidy(text)
     yield from fill(ANY_RIGHT, t=text)
@@ -260,7 +260,7 @@ def right_integer(number: int) -> Forms:
         yield "power, then the value", f"{root}^2 = {number}"
 
 
-def unseen_near_misses(text: str, value: Fraction | None) -> Forms:
+def seen_near_misses(text: str, value: Fraction | None) -> Forms:
     """Yield answers that are not equal to the label."""
     label = tidy(text)
     yield from fill(ANY_WRONG, t=text)
@@ -328,4 +328,4 @@ def wrong_integer(number: int) -> Forms:
             yield "digits swapped", digits[:-2] + digits[-1] + digits[-2]
 
 
-COMMON = FormSet(unseen_restatements, unseen_near_misses)
+COMMON = FormSet(seen_restatements, seen_near_misses)

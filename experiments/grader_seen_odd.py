@@ -360,7 +360,7 @@ def symbol_slips(text: str, name: str, parts: list[str]) -> Forms:
     yield "plus-minus: one part", text.replace(r"\pm", "+") if name == "pm" else ""
 
 
-def unseen_restatements(text: str, value: Fraction | None) -> Forms:
+def seen_restatements(text: str, value: Fraction | None) -> Forms:
     """Yield answers that say the same as a label."""
     name, number, parts = read(text, value)
     yield from table(SAME, text, name, number)
@@ -368,7 +368,7 @@ def unseen_restatements(text: str, value: Fraction | None) -> Forms:
     yield from (form for form in forms if form[1] and form[1] != text)
 
 
-def unseen_near_misses(text: str, value: Fraction | None) -> Forms:
+def seen_near_misses(text: str, value: Fraction | None) -> Forms:
     """Yield answers that look like a label and are wrong."""
     name, number, parts = read(text, value)
     yield from (form for form in table(WRONG, text, name, number) if (name, form[0]) != ("choice", "any: missing"))
@@ -376,4 +376,4 @@ def unseen_near_misses(text: str, value: Fraction | None) -> Forms:
     yield from (form for form in forms if form[1] and form[1] != text)
 
 
-ODD = FormSet(unseen_restatements, unseen_near_misses)
+ODD = FormSet(seen_restatements, seen_near_misses)
