@@ -18,7 +18,7 @@ _SIGNS |= {"⟨": r"\langle ", "⟩": r"\rangle ", "θ": r"\theta ", "º": r"^\c
 _SIGNS |= {"“": '"', "”": '"', "‘": "'", "’": "'"}
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 _PLAIN_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
-_SLASHED = re.compile(f"([{_RAISED}]+)[⁄/]([{_LOWERED}]+)")
+_SLASHED = re.compile(f"([{_RAISED}]{{1,12}})[⁄/]([{_LOWERED}]{{1,12}})")
 _VULGAR = re.compile(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 _CHOICE = r"(?i)^(?:option|choice)\s+(?=\(?[A-Z]\)?$)"
 # Applied in this order: (pattern, replacement).
