@@ -20,7 +20,7 @@ from strop.engine.config import EngineConfig
 from strop.engine.protocol import Probe
 from strop.engine.publication import Publication
 from strop.engine.torch.engine import TorchEngine
-from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
+from strop.errors import ActorsLost, EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
 from .support import VOCAB_SIZE, Tensors, load, make_model, make_request, named, publish
@@ -127,6 +127,19 @@ def test_a_probed_completion_may_be_cancelled_at_any_time(play):
             await asyncio.gather(task, return_exceptions=True)
         await engine.complete(make_request("last", [1]))  # after all that the process still had to say
         assert engine.is_alive
+
+    play(scenario)
+
+
+@pytest.mark.timeout(60)  # without an answer the call would wait for ever
+def test_a_call_that_cannot_begin_is_an_error(play):
+    async def scenario(engine):
+        running = asyncio.create_task(engine.complete(make_request("a", [1])))
+        failed = asyncio.create_task(engine._actor.call("no_such_method"))  # in one message with the completion
+        with pytest.raises(ActorsLost, match="broke during no_such_method: AttributeError"):
+            await failed
+        with pytest.raises(EngineLost):
+            await running
 
     play(scenario)
 

@@ -33,8 +33,8 @@ _STATES = {
 class _AsyncHost(Host):
     """One object in a process of its own, whose methods are coroutines.
 
-    A call of Ray takes about a millisecond of both processes, so that one message begins many calls, in the order in which
-    they were made, and results are fetched together.
+    What Ray costs grows with the number of its calls, so that one message begins many calls, in the order in which they were
+    made, and results are fetched together.
     """
 
     def __init__(self, path: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -63,14 +63,17 @@ class _AsyncHost(Host):
             await early.wait()
         for number, message in calls:
             if message is not None:
-                name, arguments = pickle.loads(message)
-                running = self._running[number] = asyncio.ensure_future(getattr(self._held, name)(*arguments))
+                running = self._running[number] = asyncio.ensure_future(self._call(message))
                 running.add_done_callback(functools.partial(self._end_call, number))
             elif number in self._running:
                 self._running[number].cancel()
         self._turn += 1
         if (later := self._early.pop(self._turn, None)) is not None:
             later.set()
+
+    async def _call(self, message: bytes) -> Any:
+        name, arguments = pickle.loads(message)
+        return await getattr(self._held, name)(*arguments)
 
     def _end_call(self, number: int, done: asyncio.Future[Any]) -> None:
         del self._running[number]
