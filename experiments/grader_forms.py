@@ -21,6 +21,13 @@ class FormSet(NamedTuple):
     near_misses: Callable[[str, Fraction | None], Forms]
 
 
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"
+    " nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+ONES, TENS = _ONES.split(" "), _TENS.split(" ")  # names of 0 to 19, and of 20 to 90
+
 _ROOT = re.compile(r"\\sqrt\{?(\d+)\}?")
 BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
 _UNIT = re.compile(r"(?P<value>[\d./\\a-z{}]*\d\}?)\s*\\(?:text|mbox)\{\s*(?P<unit>[a-z]+)\s*\}(?P<power>\^2)?")

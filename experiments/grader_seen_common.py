@@ -11,33 +11,10 @@ import math
 import re
 from fractions import Fraction
 
-from grader_forms import Forms, FormSet
+from grader_forms import ONES, TENS, Forms, FormSet
 
 FRACTION, SURD, PI = r"(-?)\\frac\{(\d+)\}\{(\d+)\}", r"(\d+) ?\\sqrt\{(\d+)\}", r"(\d+) ?\\pi"
 BASE, CHOICE, WORD = r"(\d+)_\{?(\d+)\}?", r"\\text\{\((\w)\)\}", r"\\text\{(\w+)\}"
-ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 PARTS = dict(enumerate(["half", "third", "quarter", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], 2))
 UNICODE = {r"\pi": "π", r"^\circ": "°", r"\infty": "∞", r"\cup": "∪", r"\pm": "±", r"\in ": "∈ "}
 OTHER = {"Evelyn": "Angela", "Navin": "Luka", "east": "west", "ellipse": "hyperbola", "even": "odd"}

@@ -10,35 +10,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from grader_forms import Forms, FormSet
+from grader_forms import ONES, TENS, Forms, FormSet
 
 GROUPED, FRAC = r"-?\d{1,3}(?:,\d{3})+", r"-?\\[dt]?frac(?:\{\d+\}|\d)(?:\{\d+\}|\d)"
-ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-TENS, SWAP = (
-    ["-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"],
-    dict(zip("()[]", "[]()", strict=False)),
-)
+SWAP = dict(zip("()[]", "[]()", strict=True))
 WIDE, BOLD, ARABIC, SUP, SUB = (
     str.maketrans("0123456789-", signs)
     for signs in ("０１２３４５６７８９－", "𝟎𝟏𝟐𝟑𝟒𝟓𝟔𝟕𝟖𝟗−", "٠١٢٣٤٥٦٧٨٩−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉₋")
@@ -139,7 +114,7 @@ def words(number: int, link: str = " ") -> str:
     if number < 0:
         return "minus " + words(-number, link)
     if number < 100:
-        return ONES[number] if number < 20 else TENS[number // 10] + ("-" + ONES[number % 10] if number % 10 else "")
+        return ONES[number] if number < 20 else TENS[number // 10 - 2] + ("-" + ONES[number % 10] if number % 10 else "")
     size, name = next(
         pair for pair in ((10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred")) if number >= pair[0]
     )

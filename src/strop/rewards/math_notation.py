@@ -71,7 +71,8 @@ _MARKS = ("**", "__", "``", "*", "`", '"', "'")  # around an answer
 _LEADS = re.compile(
     r"(?i)(?:\\therefore(?![a-z])|\\(?:implies|rightarrow)(?![a-z])|=>|=(?!=)|#+"
     r"|(?:so|thus|hence|therefore|finally)(?![a-z])"
-    r"|(?:(?:and|so)\s+)?(?:the|my|our)?\s*(?:final\s+|correct\s+)?(?:answer|result|solution|ans|答案|ответ|antwort|réponse|respuesta)(?:是|为|\s+is(?![a-z])|\s*:|\s*=|\.)"
+    r"|(?:(?:and|so)\s+)?(?:the|my|our)?\s*(?:final\s+|correct\s+)?"
+    r"(?:answer|result|solution|ans|答案|ответ|antwort|réponse|respuesta)(?:是|为|\s+is(?![a-z])|\s*:|\s*=|\.)"
     r"|(?:we|i)\s+(?:get|have|find|obtain)(?![a-z])|(?:there|it|that)\s+(?:are|is)(?![a-z]))[\s:,]*"
 )
 _ENDS = re.compile(
