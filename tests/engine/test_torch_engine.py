@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from strop.engine.config import EngineConfig
 from strop.engine.model_directory import ModelFacts
@@ -401,6 +402,27 @@ def test_a_path_that_is_no_directory_is_named_at_once_and_no_hub_is_asked(tmp_pa
 def test_what_the_forward_does_not_implement_is_refused_by_name(config, message):
     with pytest.raises(ModelError, match=message):
         TorchEngine(config, EngineConfig())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_turn_by_the_angles_of_transformers_to_the_bit(rope, dtype):
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=2, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **rope}
+    )
+    forward = TorchEngine(config, EngineConfig(slots=1, max_length=100, device="cpu", dtype=str(dtype)[6:]))._decoder
+    num = forward.num_columns
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros((), dtype=dtype), torch.arange(num)[None])
+    sin[..., :16] *= -1
+    assert all(map(torch.equal, forward._tables, (cos[0], sin[0])))
 
 
 def test_progress_grows_while_it_computes_and_only_then(play):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # without the models, whose import takes 2 s
 
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.attention import Tables, Tokens
@@ -131,20 +131,25 @@ class Decoder:
         return layer.down.onto(hidden, gated, layer.down_bias)
 
     def _rotary_tables(self, model_config: Any, dtype: torch.dtype) -> Tables:
-        """From `transformers`' own class, which is the same for every architecture that is implemented."""
-        rotary = LlamaRotaryEmbedding(model_config)
+        """What `transformers` computes for every architecture that is implemented, to the bit."""
+        rope, head_dim = model_config.rope_parameters, self.architecture.head_dim
+        if rope["rope_type"] == "default":
+            frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model_config)
         positions = torch.arange(self.num_columns)
         if self.architecture.rope_limit is not None:  # columns beyond it exist for padding only
             positions = positions.clamp_max(self.architecture.rope_limit - 1)
-        cos, sin = rotary(torch.zeros((), dtype=dtype), positions[None])
-        if cos.shape[-1] != self.architecture.head_dim:
+        angles = (positions[:, None].float() * frequencies).repeat(1, 2)
+        cos, sin = ((function(angles) * scale).to(dtype) for function in (torch.cos, torch.sin))
+        if cos.shape[-1] != head_dim:
             raise ModelError(
                 f"the torch engine does not implement rotary embeddings of a part of each head ({cos.shape[-1]} of"
-                f" {self.architecture.head_dim}), which this {self.architecture.model_type} model uses."
+                f" {head_dim}), which this {self.architecture.model_type} model uses."
             )
-        sign = torch.ones(self.architecture.head_dim, dtype=dtype)
+        sign = torch.ones(head_dim, dtype=dtype)
         sign[: len(sign) // 2] = -1  # where rotate_half negates
-        return cos[0].contiguous().to(self.device), (sin[0] * sign).to(self.device)
+        return cos.to(self.device), (sin * sign).to(self.device)
 
 
 def _padded(tokens: Tensor, num_tokens: int) -> Tensor:
