@@ -17,6 +17,16 @@ def one_thread():
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def one_ray():
+    """Ray for all tests of a file, since it takes seconds to start."""
+    from strop.cluster import connection
+
+    connection.enter("the tests")
+    yield
+    connection.leave()
+
+
 @pytest.fixture(scope="session")
 def scripted_run(tmp_path_factory):
     """A whole run on a scripted engine: model, two SFT steps, evaluation, two RL steps, evaluation, report."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from strop.cluster import connection
 from strop.engine.actor import ActorEngine
 from strop.engine.config import EngineConfig
 
@@ -39,16 +38,14 @@ class Home:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+def home(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[Home]:
     folder = tmp_path_factory.mktemp("engines")
     make_model("llama").save_pretrained(folder / "model")
-    connection.enter("the tests")  # one Ray for all tests of a file
     with asyncio.Runner() as runner:
         home = Home(runner=runner, folder=folder, model=folder / "model")
         yield home
         for engine in home.lent.values():
             runner.run(engine.close())
-    connection.leave()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from strop.algorithms.ppo import PPO
 from strop.training import Trainer, TrainerConfig
 from strop.training.config import CriticConfig, CriticOptimizerConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 METHOD = PPO()
 SEEDS = range(4)

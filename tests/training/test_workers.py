@@ -26,6 +26,8 @@ from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.config import LoraConfig
 from strop.training.optimizer import WeightsLost
 
+pytestmark = pytest.mark.usefixtures("one_ray")
+
 METHOD = GRPO(kl_coefficient=0.1)
 # With so large an eps AdamW's first step is 100 times the gradient, so that weights tell it to 1e-6.
 TELLING = OptimizerConfig(lr=1e8, eps=1e6, grad_clip=0.0)
