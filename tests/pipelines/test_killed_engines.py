@@ -62,7 +62,7 @@ def test_three_steps_survive_the_end_and_the_silence_of_their_engines(tmp_path):
     play(tmp_path / "calm")
     calm, run = RunDirectory(tmp_path / "calm"), RunDirectory(tmp_path / "run")
     disturber = Disturber(run)
-    progress = play(run.path, "engine.replicas=2", "engine.threads=1", disturber=disturber)
+    progress = play(run.path, "stages.rl.engine.replicas=2", "stages.rl.engine.threads=1", disturber=disturber)
 
     assert [step for step, _ in disturber.done] == [1, 2, 3], "a step was over before it could be disturbed"
     lost = [line for line in read_lines(run.events) if line["event"] == "engine_lost"]

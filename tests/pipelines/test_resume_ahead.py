@@ -17,7 +17,7 @@ from strop.stages.loop.ledger import read_rollouts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # whole runs, one after the other
 
 LIMIT_S = 240
-AHEAD = ("engine.own_process=true", "engine.threads=1", "stages.rl.async_rollouts.max_staleness=1")
+AHEAD = ("stages.rl.engine.own_process=true", "stages.rl.engine.threads=1", "stages.rl.async_rollouts.max_staleness=1")
 MOMENTS = {
     "the second step is played ahead of the first": (1, 2, []),
     "in the middle of a checkpoint": (0, 0, ["hold"]),
@@ -73,9 +73,9 @@ DAPO = (
 OWN_TASKS, REFILLS = 4, 12  # of a step
 
 
-def test_law_9_a_kill_in_a_refill_of_a_step_that_is_played_ahead_changes_nothing(tmp_path):
+def test_law_9_a_kill_in_a_refill_of_a_step_that_is_played_ahead_changes_nothing(undisturbed, tmp_path):
     """DAPO's dynamic sampling and overlap together."""
-    whole = RunDirectory(tmp_path / "whole")
+    whole = before_rl(undisturbed, tmp_path / "whole")
     finish(whole, TINY, *DAPO, limit_s=LIMIT_S)
     run = before_rl(whole, tmp_path / "run")
     first = 3 * OWN_TASKS + 2 * REFILLS  # of the refills of step 3: they lie behind all own tasks, and the refills of 1 and 2

@@ -16,7 +16,7 @@ from strop.stages.loop.ledger import read_rollouts
 
 RECIPES = HERE.parents[1] / "recipes"
 LIMIT_S = 600
-NUM_KILLS = 3
+NUM_KILLS = 2
 
 COMMON = """
 threads=1 tasks.num_terms=2 tasks.max_digits=1 engine.slots=24 engine.max_length=256
