@@ -75,9 +75,10 @@ class LocalCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGCONT)
                 process.terminate()
+        deadline = time.monotonic() + _END_S
         for process in reversed(self.processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
