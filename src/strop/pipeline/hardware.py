@@ -316,9 +316,12 @@ class _Costs:
             return 0.0
         length = sampled.tokens / sampled.rollouts / sampled.steps
         at_once = min(layout.slots, -(-sampled.rollouts // layout.engines))
-        rate = layout.engines * at_once / self._token_s(layout, at_once, _TOKEN_SHARE * length)
         tail = (1 - _TOKEN_SHARE) * length * self._token_s(layout, 1, length)
-        return _TOKEN_SHARE * sampled.tokens / rate + sampled.steps * tail
+        return _TOKEN_SHARE * sampled.tokens / self._sampling_rate(layout, at_once, length) + sampled.steps * tail
+
+    def _sampling_rate(self, layout: Layout, rows: int, length: float) -> float:
+        """Tokens that all engines sample in a second, each in `rows` conversations whose limit is `length`."""
+        return layout.engines * rows / self._token_s(layout, rows, _TOKEN_SHARE * length)
 
     def _token_s(self, layout: Layout, rows: int, length: float) -> float:
         """Seconds in which an engine computes one token of each of `rows` conversations of `length` tokens."""
@@ -368,12 +371,22 @@ class _Costs:
         yield f"device: {max(sampling, training):,.0f} of {self.hardware.gib:,.0f} GiB{phases}{on_disk}"
 
     def time(self, layout: Layout) -> str:
-        times = dict(zip(("sampling", "training"), self.times(layout), strict=True))
+        times = {"sampling": self._sampling_s(layout), "training": self._training_s(layout)}
         parts = [f"{duration(seconds)} of {what}" for what, seconds in times.items() if seconds]
-        if (trained := self.estimate.trained) is not None and not trained.tokens:
-            parts.append(f"{self.training_rate(layout, trained):,.0f} tokens a second in training")
-        hours = self.hardware.num * sum(times.values()) / 3600
-        return f"time: {', '.join(parts)}" + (f"; {hours:,.1f} GPU hours" if hours else "") if parts else ""
+        parts += [f"{duration(1e9 / rate)} of {what} for a billion tokens" for what, rate in self._rates(layout).items()]
+        hours = self.hardware.num * sum(self.times(layout)) / 3600
+        in_all = f"; {hours:,.1f} GPU hours" if hours >= 1 else f"; {hours:.1g} GPU hours" if hours else ""
+        beside = " at the same time" if self.estimate.overlaps and all(times.values()) else ""
+        return f"time: {', '.join(parts)}{beside}{in_all}" if parts else ""
+
+    def _rates(self, layout: Layout) -> dict[str, float]:
+        """Tokens a second of sampling and of training, of each whose number of tokens is not known before."""
+        trained, sampled, rates = self.estimate.trained, self.estimate.sampled, {}
+        if sampled is not None and not sampled.rollouts:
+            rates["sampling"] = self._sampling_rate(layout, layout.slots, self.engine.max_length)
+        if trained is not None and not trained.tokens:
+            rates["training"] = self.training_rate(layout, trained)
+        return rates
 
 
 def _in_words(num_bytes: float) -> str:
