@@ -42,15 +42,16 @@ def only_problem(diagnosis):
     return diagnosis.problems[0]
 
 
-def test_a_template_that_rewrites_history_is_found(examine_with):
+def test_a_template_that_rewrites_history_is_told_and_harms_nothing(examine_with):
     def forget(parts):
         parts.chat.tokenizer.chat_template = FORGETFUL_TEMPLATE
         return replace(parts, chat=ChatFormat(parts.chat.tokenizer))
 
-    problem = only_problem(examine_with(forget))
-    assert problem.check == "chat template"
-    assert "rewrites history" in problem.detail
-    assert problem.remedy == "Use a template that only appends."
+    diagnosis = examine_with(forget)
+    assert not diagnosis.problems
+    [told] = [each.detail for each in diagnosis.findings if each.check == "chat template"]
+    assert "rewrites history" in told
+    assert told.endswith("they append each turn to the tokens that are there.")
 
 
 def test_a_stage_that_samples_with_another_prompt_than_its_model_was_taught_with_is_found(examine_with, load):

@@ -2,6 +2,7 @@
 """One conversation of rStar2-Agent's form to the last character, and the same ids in SFT, RL and evaluation."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from toy_tokenizers import byte_tokenizer
@@ -17,13 +18,7 @@ from strop.stages.demonstrations import as_demonstration
 from strop.tools.python import PythonTool
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory
 
-# As Qwen2.5: a system message of its own where the conversation has none.
-QWEN = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CHAT, PROMPT = ChatFormat(byte_tokenizer(QWEN)), load_prompt("rstar2")
+TEMPLATES, PROMPT = Path(__file__).with_name("chat_templates"), load_prompt("rstar2")
 TASK = Task(id="t", question="What is 2 + 3?", answer="5", source="test")
 TRACEBACK = "Traceback (most recent call last):\n  File \"<code>\", line 1, in <module>\nNameError: name 'x' is not defined\n"
 CALL = '<tool_call>\n{"name": "execute_python_code_with_standard_io", "arguments": {"code": "%s", "input": ""}}\n</tool_call>'
@@ -82,17 +77,22 @@ NameError: name 'x' is not defined
 )
 
 
-def environments():
+@pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
+def chat(request):
+    return ChatFormat(byte_tokenizer((TEMPLATES / f"{request.param}.jinja").read_text()))
+
+
+def environments(chat):
     sandbox = ScriptedSandbox(answer=lambda request: RESULTS[request.code])
-    return ToolEnvironments(CHAT, PROMPT, [PythonTool(sandbox)], RolloutLimits())
+    return ToolEnvironments(chat, PROMPT, [PythonTool(sandbox)], RolloutLimits())
 
 
-async def played():
+async def played(chat):
     """What a policy samples in RL and in evaluation."""
-    environment = environments()(TASK, seed=0)
+    environment = environments(chat)(TASK, seed=0)
     opening, turns = await environment.start(), []
     for text in SAID:
-        ids = CHAT.completion_ids(text)
+        ids = chat.completion_ids(text)
         completion = Completion(
             ids=ids,
             logprobs=(0.0,) * len(ids),
@@ -113,25 +113,25 @@ async def played():
 
 
 @pytest.fixture(scope="module")
-def rollout():
-    return asyncio.run(played())
+def rollout(chat):
+    return asyncio.run(played(chat))
 
 
-def test_a_rollout_reads_as_the_figures_of_the_paper(rollout):
-    assert CHAT.decode(rollout.ids) == GOLDEN
+def test_a_rollout_reads_as_the_figures_of_the_paper(chat, rollout):
+    assert chat.decode(rollout.ids) == GOLDEN
     trained = [token for token, is_trained in zip(rollout.ids, rollout.loss_mask, strict=True) if is_trained]
-    assert CHAT.decode(trained) == "<|im_end|>".join([*SAID, ""])
+    assert chat.decode(trained) == "<|im_end|>".join([*SAID, ""])
 
 
-def test_demonstrations_that_are_played_have_the_same_ids(rollout):
+def test_demonstrations_that_are_played_have_the_same_ids(chat, rollout):
     replies = [lambda _, text=text: f"<reason>{text}" for text in SAID]
     made = demonstrate(
         TASK,
         RolloutKey(task_index=0, attempt=0),
         replies,
-        environments=environments(),
-        chat=CHAT,
-        calls=environments().format,
+        environments=environments(chat),
+        chat=chat,
+        calls=environments(chat).format,
         max_tokens=10_000,
         seed=0,
         prefill=PROMPT.prefill,
@@ -140,25 +140,25 @@ def test_demonstrations_that_are_played_have_the_same_ids(rollout):
     assert (found.ids, found.loss_mask) == (list(rollout.ids), list(rollout.loss_mask))
 
 
-def test_a_rollout_of_another_tokenizer_has_the_same_ids(rollout):
-    found = encoded_again(TASK, rollout, "rstar2", CHAT, [PythonTool(ScriptedSandbox(answer={}))])
+def test_a_rollout_of_another_tokenizer_has_the_same_ids(chat, rollout):
+    found = encoded_again(TASK, rollout, "rstar2", chat, [PythonTool(ScriptedSandbox(answer={}))])
     assert (found.ids, found.loss_mask) == (list(rollout.ids), list(rollout.loss_mask))
 
 
-def test_written_conversations_have_the_same_ids(rollout):
+def test_written_conversations_have_the_same_ids(chat, rollout):
     tool = PythonTool(ScriptedSandbox(answer={}))
     messages = [{"role": each.role, "content": each.text} for each in PROMPT.fill(TASK.question, [tool.spec])]
     for text, turn in zip(SAID, rollout.turns, strict=True):
         messages.append({"role": "assistant", "content": f"<reason>{text}"})
         messages += [{"role": "tool", "content": call.text} for call in turn.calls]
     row = {"id": "t", "source": "test", "messages": messages}
-    found = as_written_demonstration(row, CHAT, make_call_format(PROMPT.calls, [tool.spec]), prefill=PROMPT.prefill)
+    found = as_written_demonstration(row, chat, make_call_format(PROMPT.calls, [tool.spec]), prefill=PROMPT.prefill)
     assert (found.ids, found.loss_mask) == (list(rollout.ids), list(rollout.loss_mask))
 
 
 def test_a_file_of_whole_prompts_has_the_ids_of_the_prompt_in_evaluation():
     """Added tokens, as Qwen3 has them for <think>, are one id in a prompt's own text and several in a question."""
-    tokenizer = byte_tokenizer(QWEN)
+    tokenizer = byte_tokenizer((TEMPLATES / "qwen3.jinja").read_text())
     tokenizer.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     chat, prompt = ChatFormat(tokenizer), load_prompt("r1_zero")
     whole = prompt.raw.replace("{question}", TASK.question)

@@ -12,7 +12,7 @@ from torch import Tensor
 from strop.doctor.examination import CODE, PRINTED, Examination, batch_of, compare, origins, sample_rows
 from strop.doctor.finding import NotMade, Origin, Problem
 from strop.doctor.own_code import answered, trajectory_of
-from strop.errors import MachineError, ModelError, UserError, WeightsNotProven
+from strop.errors import MachineError, UserError, WeightsNotProven
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Machine, PlayedKeys, PosedKeys
 from strop.rewards.base import AnswerPart, NotJudged
@@ -30,12 +30,12 @@ _MORE = 3.0  # times the gap of before; larger weights round a little worse
 
 
 async def check_template(examination: Examination) -> str:
-    """Does the chat template only append? One that drops earlier thoughts shows another history than the one sampled from."""
+    """Does the chat template only append? Rollouts and fine-tuning always do; the chat endpoint of a server does not."""
     chat = examination.parts.chat
     if not chat.tokenizer.chat_template:
         raise NotMade("the model has no chat template, and its prompts are raw")
     if problem := chat.check_prefix_preserving():
-        raise ModelError(problem)
+        return f"{problem} Rollouts and fine-tuning are not affected: they append each turn to the tokens that are there."
     return f"only appends to its history; a turn ends with {chat.decode([chat.end_of_turn_id])}"
 
 

@@ -165,7 +165,7 @@ class ChatFormat:
                 return (
                     f"{self._name}: its chat template rewrites history: after message {length + 1} the rendering of the first"
                     f" {length} differs from character {same} on: {shorter[same : same + 40]!r} became"
-                    f" {longer[same : same + 40]!r}. Use a template that only appends."
+                    f" {longer[same : same + 40]!r}."
                 )
         return None
 
