@@ -1,7 +1,11 @@
 """Which lengths of completions a recipe may ask for."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from test_collect import World, make_player, play_all
+
+from faulty_engine import FaultyEngine
 from scripted_runs import RECIPE
 from strop.config import validate
 from strop.errors import ConfigError
@@ -39,3 +43,12 @@ def test_so_is_a_schedule_that_lowers_the_limit_to_what_a_completion_has_at_leas
     said = r"schedule entry 1 \(at_step = 2, sampling.max_tokens = 8\): sampling.min_tokens is 8 and sampling.max_tokens is 8"
     with pytest.raises(ConfigError, match=said):
         recipe_with(sampling={"min_tokens": 8, "max_tokens": 32}, schedule=[entry])
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(None, 8), (3, 3), (20, 8)])
+def test_a_completion_has_at_most_the_tokens_of_a_turn_and_those_that_are_left(limit, asked):
+    engine = FaultyEngine(lambda request: (4,) * request.max_tokens)
+    player = replace(make_player(World(), engine), sampling=SamplingConfig(max_tokens=8, max_turn_tokens=limit))
+    for group in play_all(player):
+        for scored in group.trajectories:
+            assert [len(turn.completion.ids) for turn in scored.trajectory.turns] == [asked]

@@ -58,6 +58,9 @@ class SamplingConfig(Config):
         le=10**9,
         description="Tokens of a whole response: every completion and observation after the prompt.",
     )
+    max_turn_tokens: int | None = Field(
+        default=None, ge=1, le=10**9, description="Most tokens of a completion; one that is cut off there ends its rollout."
+    )
     min_tokens: int = Field(
         default=0, ge=0, le=10**9, description="Tokens of each completion before which stop ids are banned. CS336 uses 4."
     )
@@ -289,6 +292,7 @@ class Player:
         self, lease: Lease, past: Past, num_left: int, environment: Environment, *, seed: int, forking: Forking | None
     ) -> Completion:
         key, turn, probe = lease.key, len(past.turns), None
+        max_tokens = min(num_left, self.sampling.max_turn_tokens or num_left)
         if forking is not None and self.branching is not None:
 
             def tell(entropies: tuple[float, ...]) -> None:
@@ -298,12 +302,12 @@ class Player:
         request = CompletionRequest(
             id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{turn}",
             ids=past.ids,
-            max_tokens=num_left,
+            max_tokens=max_tokens,
             stop_ids=self.stop_ids,
             stop_strings=self.stop_strings,
             temperature=self.sampling.temperature,
             seed=derive_seed(seed, turn),
-            min_tokens=min(self.sampling.min_tokens, num_left),
+            min_tokens=min(self.sampling.min_tokens, max_tokens),
             entropies=Entropies.ANY if self.branching is None else self.branching.config.entropies,
             truncation=self.sampling.truncation,
             probe=probe,
