@@ -65,6 +65,18 @@ def test_a_stage_that_samples_with_another_prompt_than_its_model_was_taught_with
     assert problem.remedy == "Give both one prompt; stages.sft.prompt is 'short'."
 
 
+def test_an_evaluation_with_another_prompt_than_rl_is_found_without_demonstrations(examine_with, load):
+    evaluation = 'stages.after={kind="eval", init="rl", num_tasks=2, k=1, prompt="short"}'
+    problem = only_problem(examine_with(of=load(evaluation, "engine.max_length=1200")))
+    assert problem.check == "prompts"
+    assert "stages.rl teaches with other prompt tokens than stages.after samples with" in problem.detail
+
+
+def test_a_stage_that_samples_from_an_untaught_model_has_no_prompt_to_compare(examine_with):
+    (finding,) = [finding for finding in examine_with().findings if finding.check == "prompts"]
+    assert finding.detail == "not made: no stage samples from a model that another stage taught with a prompt"
+
+
 @pytest.mark.parametrize(("shift", "side"), [(1, "right"), (-1, "left")])
 def test_a_shifted_mask_is_found(examine_with, shift, side):
     def pack_shifted(selections, advantages, **settings):

@@ -63,14 +63,18 @@ async def check_prompts(examination: Examination) -> str:
                     f"Give both one prompt; stages.{teacher}.prompt is {prompt!r}.",
                 )
     if not num:
-        raise NotMade("no stage samples from a model that another stage taught by demonstrations")
+        raise NotMade("no stage samples from a model that another stage taught with a prompt")
     return f"{num} stages sample with the prompt tokens that their model was taught with"
 
 
 def _prompts_taught(recipe: Recipe, name: str) -> Iterator[tuple[str, str]]:
-    """The nearest stage from which the model of `name` comes that imitates conversations, and the prompts of these."""
+    """The nearest stage from which the model of `name` comes that plays or imitates conversations, and its prompts."""
     while (name := getattr(recipe.stages[name].config, "init", None) or "") in recipe.stages:
-        if hasattr(recipe.stages[name].config, "demonstrator"):
+        stage = recipe.stages[name]
+        if stage.plays and isinstance(stage.config, PlayedKeys):
+            yield name, stage.config.prompt
+            return
+        if hasattr(stage.config, "demonstrator"):
             yield from _prompts_of(recipe, name)
             return
 
