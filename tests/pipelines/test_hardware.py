@@ -223,6 +223,18 @@ def test_every_preset_fits_the_hardware_that_it_names_without_its_model(path):
             assert (f"{role}:" in text) == bool(re.search(rf"time: .*[1-9].* of {what}", text)), (stage.name, text)
 
 
+def test_the_disk_of_rollouts_is_that_of_the_steps_that_are_kept_whole_and_of_eight_tasks_of_the_others():
+    path = next(each for each in PRESETS if each.stem == "rstar2-paper")
+
+    def gib(keep_rollouts):
+        rl = next(each for each in plan(load_recipe(path, [f"stages.rl.keep_rollouts={keep_rollouts}"])) if each.name == "rl")
+        return float(re.search(r"([\d.]+) GiB of rollouts", "\n".join(rl.schedule))[1])
+
+    every, default = gib(100_000), gib(100)
+    assert default == pytest.approx(every * (100 + 285 * 8 / 512) / 385, abs=0.1)
+    assert gib(1) < default
+
+
 @pytest.mark.parametrize("name", ["arpo-reasoning", "cs336-grpo", "rstar2-released"])
 def test_twice_the_length_and_a_larger_model_take_more_memory_and_time(name, tmp_path):
     device(tmp_path)  # with room for every layout as it is written

@@ -364,7 +364,7 @@ class _Costs:
             tokens = round(_TOKEN_SHARE * sampled.tokens)
             if tokens:
                 yield f"host: {_in_words(tokens * _HOST_BYTES / sampled.steps)} for a step's rollouts"
-                disk += [f"{_in_words(tokens * _DISK_BYTES)} of rollouts"]
+                disk += [f"{_in_words(tokens * sampled.kept * _DISK_BYTES)} of rollouts"]
         sampling, training = self._phases(layout)
         phases = f" ({sampling:,.0f} in sampling, {training:,.0f} in training)" if sampling != training else ""
         on_disk = f"; disk: {', '.join(disk)}" if disk else ""

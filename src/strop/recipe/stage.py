@@ -42,6 +42,7 @@ class Sampled:
     tokens: int = 0
     steps: int = 1
     rollouts: int = 0  # of a step, which are played at once
+    kept: float = 1.0  # share of the tokens that stays on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
 
 Rollouts: TypeAlias = list[ScoredTrajectory]
 _SCORED = TypeAdapter(ScoredTrajectory)
-_SAMPLE_TASKS = 8  # of an old step
+SAMPLE_TASKS = 8  # of an old step
 _TASK_INDEX = re.compile(rb'"task_index": (\d+)')
 _WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
 """Outcomes that another machine, or a busier one, might not repeat: they are replayed instead of run again (law 8)."""
@@ -82,7 +82,7 @@ def _keep_sample(directory: StageDirectory, step: int) -> None:
     rollouts = directory.rollouts(step)
     if not packed(rollouts).exists():
         return
-    kept = set(sorted({_task_of(line) for line in raw_lines(rollouts)})[:_SAMPLE_TASKS])
+    kept = set(sorted({_task_of(line) for line in raw_lines(rollouts)})[:SAMPLE_TASKS])
     pack(rollouts, (line for line in raw_lines(rollouts) if _task_of(line) in kept))
     if directory.selection(step).exists():
         selection = read_json(directory.selection(step))

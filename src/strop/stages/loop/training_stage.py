@@ -21,6 +21,7 @@ from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.engines import check_needs, passes_in_words, task_files
+from strop.stages.loop.ledger import SAMPLE_TASKS
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
 
@@ -298,9 +299,16 @@ class RolloutStage(TrainingStage):
         budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
         rules = " or ".join(rule.what for rule in config.end_when)
         ends_early = budget + (f"; fewer if before that {rules}" if rules else "")
+        num_whole = min(config.steps, config.keep_rollouts)
+        kept = num_whole + (config.steps - num_whole) * min(1.0, SAMPLE_TASKS / config.tasks_per_step)
         return Estimate(
             arithmetic=arithmetic + ahead + passes + ends_early,
-            sampled=Sampled(tokens=rollouts * self.tokens_of_responses(updates), steps=config.steps, rollouts=rollouts),
+            sampled=Sampled(
+                tokens=rollouts * self.tokens_of_responses(updates),
+                steps=config.steps,
+                rollouts=rollouts,
+                kept=kept / config.steps,
+            ),
             trained=trained,
             overlaps=overlaps,
             time_limit_s=config.budget_s,
