@@ -198,3 +198,31 @@ def test_the_first_rows_alone_may_be_asked_for_and_a_file_without_any_is_refused
     path.write_text("")
     with pytest.raises(TaskError, match=r"stages\.read\.path: .*rows\.jsonl: it has no rows\. Name another file"):
         run_recipe(tmp_path / "third", recipe_of(path))
+
+
+@pytest.mark.parametrize(("prompt", "tag", "asked"), [("arpo", "reason", "think"), ("rstar2", "think", "reason")])
+@pytest.mark.parametrize("kind", ["recorded", "conversations"])
+def test_thoughts_in_another_tag_than_that_of_the_prompt_are_warned_of_once(tmp_path, kind, prompt, tag, asked):
+    path = tmp_path / "rows.jsonl"
+    replies = [f"<{tag}>Say {number}.</{tag}><answer>{number}</answer>" for number in range(4)]
+    if kind == "recorded":
+        lines = [{"question": "Q", "answer": "1", "response": said} for said in replies]
+        tasks = {"kind": "jsonl", "path": str(path), "facts": ["response"]}
+        sft = RECIPE["stages"]["sft"] | {"tasks": tasks, "prompt": prompt, "demonstrator": {"kind": "recorded"}}
+        stages = {"base": RECIPE["stages"]["base"], "sft": sft | {"num_demonstrations": 4, "batch_size": 2, "steps": 1}}
+        recipe = validate(Recipe, resolve(RECIPE | {"stages": stages}), place="test")
+    else:
+        lines = [row("Q", said) for said in replies]
+        recipe = recipe_of(path, read={"prompt": prompt})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [warning] = [text for text in run_recipe(tmp_path / "run", recipe).progress.warnings if "thoughts" in text]
+    assert warning.startswith(f"demonstrations have thoughts in <{tag}>, but prompt {prompt!r} asks for <{asked}>")
+    assert warning.endswith(f"Rename the tags in the file, or set a prompt that asks for <{tag}>.")
+
+
+@pytest.mark.parametrize("prompt", ["arpo", "r1_zero", "plain"])
+def test_thoughts_as_the_prompt_asks_for_them_are_not_warned_of(tmp_path, prompt):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(4 * (json.dumps(row("Q", "<think>So.</think><answer>1</answer>")) + "\n"))
+    warnings = run_recipe(tmp_path / "run", recipe_of(path, read={"prompt": prompt})).progress.warnings
+    assert not [text for text in warnings if "thoughts" in text]

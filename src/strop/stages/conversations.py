@@ -24,7 +24,7 @@ from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import CallFormat, make_call_format
 from strop.stages.context import StageContext
 from strop.stages.data import TASK, TRAJECTORY, dropped_path, kept_path, tokenizer_digest
-from strop.stages.demonstrations import as_demonstration
+from strop.stages.demonstrations import as_demonstration, thought_tag_problem
 from strop.tasks.conversations import Conversation, Message, as_row, conversation_of, read_conversations
 from strop.tasks.files import writing_rows
 from strop.tasks.readers import Unreadable
@@ -56,19 +56,22 @@ class Conversations(Stage):
         """Read, and write what can be imitated. Raises `TaskError` if nothing can, or a row is no conversation."""
         config, directory = self.config, context.directory
         context.started(1, 0)
-        calls = make_call_format(load_prompt(config.prompt).calls, [tool.spec for tool in context.tools])
+        prompt = load_prompt(config.prompt)
+        calls = make_call_format(prompt.calls, [tool.spec for tool in context.tools])
         num_kept = num_dropped = 0
         first = ""
+        problems = set[str]()
         with writing_rows(kept_path(directory)) as keep, writing_rows(dropped_path(directory)) as drop:
             for conversation in read_conversations(Path(config.path).expanduser()):
                 try:
-                    turns_of(conversation, calls)
+                    turns = turns_of(conversation, calls)
                 except Unreadable as error:
                     num_dropped += 1
                     first = first or f"{conversation.id}: {error}".rstrip(".")
                     drop(as_row(conversation) | {"reason": str(error)})
                     continue
                 num_kept += 1
+                problems.update(thought_tag_problem(config.prompt, prompt, said) for said, _ in turns)
                 keep(as_row(conversation) | {"prompt": config.prompt})
                 if num_kept == config.limit:
                     break
@@ -78,6 +81,8 @@ class Conversations(Stage):
                 f"stages.{context.name}.path: {config.path}: {why}. Name another file, or give the stage a prompt whose calls"
                 " are those of its rows."
             )
+        for problem in sorted(problems - {""}):
+            context.warn(problem)
         dropped = f", {num_dropped} dropped; the first is {first}" if num_dropped else ""
         return StageResult(summary=f"{num_kept} conversations of {config.path}{dropped}", product=kept_path(directory))
 

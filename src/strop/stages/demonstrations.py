@@ -28,7 +28,7 @@ from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import demonstrate, in_form_of
 from strop.rollout.environment import ToolEnvironments, all_of
 from strop.rollout.player import Excluded, Judge
-from strop.rollout.prompt import load_prompt
+from strop.rollout.prompt import Prompt, load_prompt
 from strop.run_directory import StageDirectory, iter_lines, shortened
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import TASK, TRAJECTORY, Row, conversation_maker, kept_path, open_tasks
@@ -60,6 +60,7 @@ async def play_demonstrations(
     prompt = load_prompt(stage.prompt)
     environments = ToolEnvironments(chat, prompt, context.tools, stage.limits)
     gate = asyncio.Semaphore(_AT_ONCE)
+    problems = set[str]()
 
     async def play(index: int) -> tuple[Task, Trajectory] | TaskError:
         task = tasks.task(index)
@@ -68,7 +69,9 @@ async def play_demonstrations(
             replies = demonstrator.script(task, tool=tool, seed=seed)
         except TaskError as error:
             return error
-        if not isinstance(demonstrator, RecordedDemonstrator):  # whose tags are those of its rows
+        if isinstance(demonstrator, RecordedDemonstrator):  # its tags are those of its rows
+            problems.update(thought_tag_problem(stage.prompt, prompt, reply("")) for reply in replies)
+        else:
             replies = [in_form_of(prompt, reply) for reply in replies]
         async with gate:
             key = RolloutKey(task_index=index, attempt=0)
@@ -102,6 +105,20 @@ async def play_demonstrations(
     if num_done < num:
         why = "there are no more tasks" if num_done == limit else "the others could not be written"
         context.warn(f"{num_done} demonstrations, not {num}: {why}")
+    for problem in sorted(problems - {""}):
+        context.warn(problem)
+
+
+def thought_tag_problem(name: str, prompt: Prompt, said: str) -> str:
+    """Return what is wrong if `said` has thoughts in another tag than the prompt of that name asks for, else nothing."""
+    asked = prompt.raw + "".join(message.content for message in prompt.messages)
+    other = next((tag for tag in ("reason", "think") if tag != prompt.think_tag and f"</{tag}>" in said), "")
+    if not other or f"<{prompt.think_tag}>" not in asked:
+        return ""
+    return (
+        f"demonstrations have thoughts in <{other}>, but prompt {name!r} asks for <{prompt.think_tag}>: a reward that"
+        f" reads this form will find none. Rename the tags in the file, or set a prompt that asks for <{other}>."
+    )
 
 
 async def write_demonstrations(
