@@ -266,6 +266,11 @@ class Trajectory:
         """Everything after the prompt, observations included."""
         return sum(len(turn.completion.ids) + len(turn.observation_ids) for turn in self.turns)
 
+    def is_answered(self, at: int) -> bool:
+        """Whether turn `at` was answered. The end of turn that `limits.forced_eos` appends is an observation, but no answer."""
+        is_at_limit = self.stop_reason is StopReason.TOOL_BUDGET and at == len(self.turns) - 1
+        return bool(self.turns[at].observation_ids) and not is_at_limit
+
     @property
     def calls(self) -> list[ToolCall]:
         return [call for turn in self.turns for call in turn.calls]

@@ -1,16 +1,19 @@
 """An RL stage whose rollouts branch: what a recipe may say of it, and what is left of a run."""
 
 import json
+import re
 
 import pytest
 from pydantic import ValidationError
 
-from scripted_runs import RECIPE, lines_of, make_recipe, run_recipe
+from scripted_runs import RECIPE, RecordingEngine, answer, assert_same_training, falling, lines_of, make_recipe, run_recipe
 from strop.errors import ConfigError
 from strop.pipeline.plan import check_stages
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import read_lines
+from strop.stages.context import load_chat
 from strop.stages.loop.ledger import read_rollouts
+from strop.types import StopReason
 
 
 def recipe_with(**tables):
@@ -68,6 +71,46 @@ def test_a_branch_that_was_given_up_is_in_the_ledger_and_in_the_metrics(finished
         groups = json.loads(finished.run.stage("rl").selection(step).read_text())["groups"]
         kept = [as_tuple(entry["key"]) for group in groups for entry in group["rollouts"]]
         assert sorted(begun) == sorted([*kept, *(as_tuple(each["key"]) for each in displaced)])
+
+
+def test_rollouts_with_a_forced_end_are_read_and_resumed(tmp_path):
+    prompt = tmp_path / "tags.toml"
+    prompt.write_text('source = "test"\ncalls = "tags"\n\n[[messages]]\nrole = "user"\ncontent = "{question}"\n')
+
+    def say(conversation, draw):
+        expression = re.search(r"\d+\+\d+", conversation)[0]
+        return f"<python>print({expression})</python>" if draw.random() < 0.7 else answer(7)
+
+    def stops_at_tags(policy, **options):
+        def stopped(request):
+            *said, end = policy(request)
+            is_call = request.stop_strings and chat.decode(said).endswith("</python>")
+            return said if is_call else [*said, end]
+
+        return RecordingEngine(stopped, **options)
+
+    recipe = make_recipe(
+        method="arpo",
+        branching={"initial_rollouts": 3, "base_probability": 0.9},
+        limits={"max_calls": 1, "forced_eos": True},
+        prompt=str(prompt),
+    )
+    chat = load_chat(run_recipe(tmp_path / "whole", until="sft").run.stage("sft").model)
+    words = {"say": say, "make_engine": stops_at_tags, "until": "rl"}
+    whole = run_recipe(tmp_path / "whole", recipe, **words).run
+    with falling("rl", before=1):
+        run_recipe(tmp_path / "fallen", recipe, **words)
+    resumed = run_recipe(tmp_path / "fallen", recipe, **words).run
+    for step in (1, 2):
+        rollouts, again = (
+            {each.trajectory.key: each.trajectory for each in read_rollouts(run.stage("rl").rollouts(step))}
+            for run in (whole, resumed)
+        )
+        at_limit = [each for each in rollouts.values() if each.stop_reason is StopReason.TOOL_BUDGET]
+        assert at_limit
+        assert all((each.ids[-1], each.loss_mask[-1]) == (chat.end_of_turn_id, False) for each in at_limit)
+        assert {key: each.ids for key, each in rollouts.items()} == {key: each.ids for key, each in again.items()}
+    assert_same_training(resumed, whole)
 
 
 def test_aepo_and_tree_grpo_run_as_settings_of_the_same_tree(tmp_path):

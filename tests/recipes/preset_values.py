@@ -101,6 +101,7 @@ _ARPO_RELEASED = {
     **_under(_BRANCH, scale="top10", probe="segment_before_call"),
     _METHOD + "dual_clip": 3.0,
     "engine.kind": "vllm",
+    "stages.rl.limits.forced_eos": True,
 }
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from trajectories import called, trajectory, turn
 
@@ -19,8 +21,6 @@ def tagged(name, outcome=ToolOutcome.STDOUT):
 
 def observed(*turns):
     """As `trajectory`, with ids for the observations of all turns but the last."""
-    import dataclasses
-
     made = trajectory(*turns)
     seen = [dataclasses.replace(each, observation_ids=(1,)) for each in made.turns[:-1]]
     return dataclasses.replace(made, turns=(*seen, made.turns[-1]))
@@ -71,6 +71,13 @@ def test_a_right_answer_with_both_tools_earns_the_bonus_and_a_wrong_one_does_not
 def test_a_tool_is_used_if_a_call_reached_it(outcome, reward):
     judged = observed(tagged("search"), tagged("python", outcome), done("Paris"))
     assert arpo_reward(judged, ["Paris"]) == pytest.approx(reward)
+
+
+def test_a_call_at_which_the_end_of_a_turn_is_forced_is_not_answered():
+    answered = observed(tagged("search"), f"{THINK}<answer>\\boxed{{Paris}}</answer><search>x</search>", "")
+    at_limit = dataclasses.replace(answered, turns=answered.turns[:2], stop_reason=StopReason.TOOL_BUDGET)
+    assert at_limit.turns[-1].observation_ids
+    assert arpo_reward(at_limit, ["Paris"]) == -1.0
 
 
 def test_calls_in_json_count_as_tools_that_were_used():

@@ -9,7 +9,7 @@ from strop.rollout.prompt import load_prompt
 from strop.rollout.tag_calls import TagCalls
 from strop.rollout.tool_calls import FailedCall, ParsedCall
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
-from strop.types import StopReason, ToolOutcome
+from strop.types import RolloutKey, StopReason, ToolOutcome, Trajectory
 
 TEXT = {"type": "string"}
 PYTHON = ToolSpec(
@@ -168,6 +168,22 @@ def test_budgets_hold_for_tags_as_for_json():
     assert (over.stop_reason, over.ids) == (StopReason.OVERFLOW, ())
     assert step([completion("<answer>5</answer>")])[0].stop_reason is StopReason.ANSWERED
     assert step([cut_off("<python>print(")])[0].stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize("makes", [stopped, completion])
+def test_a_rollout_over_its_budget_ends_with_the_end_of_a_turn_that_is_not_trained_on(makes):
+    first, second = makes("<python>print 5</python>"), makes("<python>print 6</python>")
+    observed = step([first, second], max_calls=1, forced_eos=True)
+    assert observed[1].stop_reason is StopReason.TOOL_BUDGET
+    assert observed[1].ids == ((CHAT.end_of_turn_id,) if makes is stopped else ())  # else the policy sampled it
+    assert step([first], max_calls=0, forced_eos=True, num_tokens_left=0)[0].ids == ()
+    assert step([first, completion("<answer>5</answer>")], max_calls=1, forced_eos=True)[1].ids == ()
+    turns = tuple(each.as_turn(said) for each, said in zip(observed, (first, second), strict=True))
+    key = RolloutKey(task_index=0, attempt=0)
+    told = Trajectory(key=key, task_id="t", prompt_ids=(1,), turns=turns, stop_reason=StopReason.TOOL_BUDGET)
+    assert told.ids[-1] == CHAT.end_of_turn_id
+    assert told.loss_mask[-1] is (makes is completion)
+    assert [told.is_answered(at) for at in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize("code", ["print(1)", "for i in range(3):\n    print(i)", "a < b"])

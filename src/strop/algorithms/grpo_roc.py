@@ -43,7 +43,7 @@ def error_ratio(trajectory: Trajectory) -> float:
 
 def error_ratio_in_text(trajectory: Trajectory) -> float:
     """p_err of the released code: the share of tool responses that hold "error" in any case; 0.5 without a response."""
-    responses = [call.text for turn in trajectory.turns if turn.observation_ids for call in turn.calls]
+    responses = [call.text for at, turn in enumerate(trajectory.turns) if trajectory.is_answered(at) for call in turn.calls]
     return sum("error" in text.lower() for text in responses) / len(responses) if responses else 0.5
 
 

@@ -319,7 +319,9 @@ def _is_well_formed(trajectory: Trajectory, said: str) -> bool:
     if said.count(OPENING) != 1 or said.count(CLOSING) != 1:
         return False
     are_paired = all(said.count(f"<{name}>") == said.count(f"</{name}>") for name in ("search", "python"))
-    return are_paired and not any(_has_block(turn.completion_text) and not turn.observation_ids for turn in trajectory.turns)
+    return are_paired and all(
+        trajectory.is_answered(at) for at, turn in enumerate(trajectory.turns) if _has_block(turn.completion_text)
+    )
 
 
 def _has_block(text: str) -> bool:

@@ -89,6 +89,9 @@ class RolloutLimits(Config):
     max_calls: int | None = Field(
         default=None, ge=0, le=10**9, description="Most calls that are run in a rollout. ARPO's limit is 3 or 6."
     )
+    forced_eos: bool = Field(
+        default=False, description="End a rollout that wants more than `max_calls` with the end of a turn, not trained on."
+    )
     max_response_tokens: int = Field(
         default=512, ge=16, le=10**9, description="Most tokens of a tool response; of a longer one, head and tail are kept."
     )
@@ -216,7 +219,9 @@ class ToolEnvironment:
             return ended(text, tuple(_not_run(call) for call in calls), StopReason.OVERFLOW)
         made = tuple(await all_of([self._make(index, call) for index, call in enumerate(wanted)]))
         if is_over_budget:
-            return ended(text, made, StopReason.TOOL_BUDGET)
+            end = self._chat.end_of_turn_id
+            is_forced = self._limits.forced_eos and completion.ids[-1:] != (end,) and num_tokens_left > 0
+            return replace(ended(text, made, StopReason.TOOL_BUDGET), ids=(end,) if is_forced else ())
         responses = [call.text for call in made]
         ids = self._observation_ids(completion, responses)
         if len(ids) > num_tokens_left:

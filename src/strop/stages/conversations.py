@@ -113,12 +113,13 @@ def encoded_again(
     prompt, specs = load_prompt(prompt_name), [tool.spec for tool in tools]
     calls = make_call_format(prompt.calls, specs)
     segments = [Segment(ids=prompt.ids(chat, task.question, specs), is_demonstrator=False)]
-    for turn in trajectory.turns:
+    for number, turn in enumerate(trajectory.turns):
         said = chat.completion_ids(turn.completion_text)
-        goes_on = bool(turn.observation_ids) and calls.continues_turn
+        is_answered = trajectory.is_answered(number)
+        goes_on = is_answered and calls.continues_turn
         said = said[:-1] if goes_on else said
         segments.append(Segment(ids=said, is_demonstrator=True))
-        if turn.observation_ids:
+        if is_answered:
             observed = chat.observation_ids(
                 [call.text for call in turn.calls],
                 completion_ended=not goes_on,

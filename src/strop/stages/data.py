@@ -97,7 +97,7 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
         for number, turn in enumerate(trajectory.turns):
             prefill = prompt.prefill if number == 0 or prompt.calls is not Calls.TAGS else ""  # there a turn continues
             messages.append({"role": "assistant", "content": prefill + turn.completion_text})
-            messages += [{"role": "tool", "content": call.text} for call in turn.calls if turn.observation_ids]
+            messages += [{"role": "tool", "content": call.text} for call in turn.calls if trajectory.is_answered(number)]
         key = trajectory.key
         rollout = TRAJECTORY.dump_python(trajectory, mode="json")
         for said in rollout["turns"]:  # without what depends on the clock or the load of an engine: these rows repeat
