@@ -4,6 +4,8 @@ import pytest
 from trajectories import called, trajectory, turn
 
 from strop.rewards.form import arpo_reward, token_f1
+from strop.rollout.tag_calls import TagCalls
+from strop.rollout.tool_calls import FailedCall
 from strop.types import StopReason, ToolCall, ToolOutcome
 
 THINK = "<think>so</think>"
@@ -102,6 +104,37 @@ def test_calls_in_json_count_as_tools_that_were_used():
 )
 def test_a_wrong_form_costs_one_whatever_the_answer(turns):
     assert arpo_reward(trajectory(*turns), ["Paris"]) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ("<think>hm</think> <python>print(1)</python>", True),
+        ("<python>\nfor x in y:\n    pass\n</python>", True),
+        ("I could write <python> here. <python>2</python>", True),
+        ("<think>I may use <search> now</think><search>b</search>", True),
+        ("<search>a <search>b</search>", True),
+        ('<python>print("<search>")</python>', True),
+        ('<python>print("<search>who</search>")</python>', True),
+        ("<python>print(1)", False),
+        ("<python>1</python> and <search>who", False),
+        ("print(1)</python>", False),
+        ("<search>1</python>", False),
+        ("<search>who is X <python>print(1)</python>", False),
+        ('<search>who <python>print("<search>")</python>', False),
+        ("<search>a <search>b <python>1</python>", False),
+        ("<search>who <python>print(1)", False),
+        ("<search>", False),
+    ],
+)
+def test_the_form_has_the_calls_that_the_parser_reads(text, is_call):
+    failed = [call for call in TagCalls(()).parse(text, max_calls=1) if isinstance(call, FailedCall)]
+    assert (not failed) is is_call
+    assert arpo_reward(observed(THINK + text, done("Paris")), ["Paris"]) == (1.0 if is_call else -1.0)
+
+
+def test_a_call_with_nothing_in_it_has_the_form_of_a_call():
+    assert arpo_reward(observed(f"{THINK}<python> \n </python>", done("Paris")), ["Paris"]) == 1.0
 
 
 def test_a_truncated_rollout_has_no_answer():

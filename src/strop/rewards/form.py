@@ -29,8 +29,10 @@ from strop.rewards.base import (
     written,
 )
 from strop.rollout.prompt import AnswerForm
+from strop.rollout.tag_calls import TagCalls
+from strop.rollout.tool_calls import FailedCall
 from strop.tasks.boxes import boxed
-from strop.types import Task, Trajectory
+from strop.types import Task, ToolOutcome, Trajectory
 
 _STEPS = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
 _ENOUGH_STEPS = 3
@@ -318,14 +320,18 @@ def _is_well_formed(trajectory: Trajectory, said: str) -> bool:
         return False
     if said.count(OPENING) != 1 or said.count(CLOSING) != 1:
         return False
-    are_paired = all(said.count(f"<{name}>") == said.count(f"</{name}>") for name in ("search", "python"))
-    return are_paired and all(
-        trajectory.is_answered(at) for at, turn in enumerate(trajectory.turns) if _has_block(turn.completion_text)
+    calls = TagCalls(())
+    return not any(
+        _has_half_a_call(calls, turn.completion_text)
+        or (calls.has_closed_call(turn.completion_text) and not trajectory.is_answered(at))
+        for at, turn in enumerate(trajectory.turns)
     )
 
 
-def _has_block(text: str) -> bool:
-    return "</search>" in text or "</python>" in text
+def _has_half_a_call(calls: TagCalls, text: str) -> bool:
+    """Whether a tag is left open, or closed without being opened, as the player of the rollout reads it."""
+    failed = [call for call in calls.parse(text, max_calls=1) if isinstance(call, FailedCall)]
+    return any(call.outcome is ToolOutcome.UNCLOSED or f"<{call.name}>" not in text for call in failed)
 
 
 def _has_used(trajectory: Trajectory, names: Sequence[str]) -> bool:
