@@ -20,7 +20,9 @@ from scripted_runs import (
     untimed,
 )
 from strop.errors import EngineLost
-from strop.run_directory import read_json, read_lines
+from strop.reports.log import read_run
+from strop.reports.panels import sections
+from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import weights_digest
 
 VALIDATION = {"every_steps": 2, "num_tasks": 4, "k": 2, "temperature": 0.5}
@@ -115,6 +117,25 @@ def test_fine_tuning_and_expert_iteration_are_measured_too(tmp_path):
     assert [line["step"] for line in lines_of(done.run, "sft") if "validation/accuracy" in line] == [2, 3]
     assert [line["step"] for line in lines_of(done.run, "ei") if "validation/accuracy" in line] == [2]
     assert (done.run.stage("sft").best / "model.safetensors").is_file()
+    by_time = "Accuracy on held-out tasks by time"
+    [of_sft] = [each for each in sections(read_run(done.run)) if each.title == "Supervised fine-tuning"]
+    [plot] = [drawing.plot for drawing in of_sft.drawings if drawing.plot.title == by_time]
+    assert [seconds for seconds, _ in plot.series[0].points] == [
+        line["time/elapsed_s"] for line in lines_of(done.run, "sft") if "validation/accuracy" in line
+    ]
+
+
+def test_the_time_of_fine_tuning_goes_on_in_a_resumed_run(tmp_path):
+    fine_tuning = RECIPE["stages"]["sft"] | {"steps": 5, "checkpoint_every": 2}
+    recipe = recipe_of({"base": RECIPE["stages"]["base"], "sft": fine_tuning})
+    with falling("sft", before=4):
+        run_recipe(tmp_path / "run", recipe)
+    before = lines_of(RunDirectory(tmp_path / "run"), "sft")
+    done = run_recipe(tmp_path / "run", recipe)
+    seconds = [line["time/elapsed_s"] for line in lines_of(done.run, "sft")]
+    assert seconds[:2] == [line["time/elapsed_s"] for line in before[:2]]
+    assert seconds[0] > 0
+    assert seconds == sorted(set(seconds))
 
 
 def test_sets_of_its_own_have_their_own_sampling_limits_and_figures(tmp_path):

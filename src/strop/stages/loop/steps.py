@@ -130,6 +130,8 @@ async def take_updates(
         done = await checkpoints.resume(context, trainer)
         context.started(steps, done)
         metrics = StageMetrics(context, done_steps=done)
+        before_s = metrics.last.get("time/elapsed_s", 0.0) + metrics.last.get("time/validation_s", 0.0)
+        started = time.perf_counter() - before_s
         for step in range(done + 1, steps + 1):
             await writer.check()
             try:
@@ -137,7 +139,8 @@ async def take_updates(
             except CannotLearnError:
                 await writer.save_if_missing(step - 1)
                 raise
-            metrics.append(step, figures)
+            elapsed_s = time.perf_counter() - started - figures.get("time/validation_s", 0.0)
+            metrics.append(step, {**figures, "time/elapsed_s": elapsed_s})
             if writer.is_due(step) and step < steps:
                 await writer.save(step)
         metrics.close()
