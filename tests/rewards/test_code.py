@@ -96,6 +96,14 @@ def test_what_is_no_block_of_python_is_no_program(text):
         "```python\nprint(1)\n```\nIt prints:\n```\n1\n```\n```text\nor so\n```",  # the last block of Python
         "```json\n[1]\n```python\nprint(1)\n```",
         "````python\nprint(1)\n````",
+        "<answer> ```python\nprint(1)\n``` </answer>",
+        "<answer>```python\nprint(1)\n```</answer>",
+        "<answer>\n```python\nprint(1)\n</answer>",  # not closed
+        "```python\nprint(2)\n```\n<answer>```python\nprint(1)\n```</answer>\n```python\nprint(3)\n```",
+        "```python\nprint(1)\n```\n<answer>the program above</answer>",
+        "Here: ```python\nprint(1)\n```",
+        "Here: ```python\nprint(1)```\nIt prints 1.",
+        "I write ```python blocks.\n```python\nprint(1)\n```",
     ],
 )
 def test_the_program_is_the_last_block_of_python(text):

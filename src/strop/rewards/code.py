@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from strop.config import Config
 from strop.errors import ConfigError, TaskError
 from strop.rewards.base import (
+    CLOSING,
+    OPENING,
     AnswerReward,
     PositiveWeight,
     RolloutPart,
@@ -25,7 +27,7 @@ from strop.types import Task, Trajectory
 
 SHARE_WEIGHT = 0.1  # of the share in `weighted_sum`, where all tests passed counts 1; open-r1's `cf_scoring.py`
 
-_FENCE = re.compile(r"([ \t]*)```+([^`]*)")
+_FENCE = re.compile(r"([^`]*)```+([^`]*)")
 _PYTHON = ("python", "py", "python3")
 _FORM = '{"tests": [{"input": "3\\n", "output": "9\\n", "subtasks": ["small"]}], "points": {"small": 30}}'
 
@@ -171,9 +173,12 @@ class CodeReward(AnswerReward):
 def extract_code(trajectory: Trajectory) -> str | None:
     """The last fenced block of Python of the last turn, or else its last block without a language.
 
-    A block may be indented, and need not be closed. None if there is none, or the policy did not end the rollout itself.
+    If there is a fence within answer tags, only blocks there count. A block may be indented, and need not be closed. None if
+    there is none, or the policy did not end the rollout itself.
     """
-    blocks = _blocks(final_text(trajectory) or "")
+    text = final_text(trajectory) or ""
+    answer = text.partition(OPENING)[2].rpartition(CLOSING)[0]
+    blocks = _blocks(answer if "```" in answer else text)
     of_python = [code for language, code in blocks if language in _PYTHON] or [
         code for language, code in blocks if not language
     ]
@@ -181,18 +186,24 @@ def extract_code(trajectory: Trajectory) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """The language, in lower case, and the text of each fenced block. A fence with a language begins a block anywhere."""
+    """The language, in lower case, and the text of each fenced block.
+
+    A fence with a language begins a block anywhere, also after text in its line; one without a language ends it likewise.
+    """
     found: list[tuple[str, list[str]]] = []
     indent: int | None = None  # of the block that is open
     for line in text.splitlines(keepends=True):
         fence = _FENCE.fullmatch(line.rstrip())
-        if fence is not None and (indent is None or fence[2].strip()):
-            indent = len(fence[1])
-            found.append(((fence[2].split() or [""])[0].lower(), []))
-        elif fence is not None:
-            indent = None
+        before, info = fence.groups() if fence is not None else (line, "")
+        is_first, names = not before.strip(), info.split()
+        is_opening = (is_first and (indent is None or bool(names))) or (indent is None and len(names) == 1)
+        if fence is not None and is_opening:
+            indent = len(before) if is_first else 0
+            found.append(((names or [""])[0].lower(), []))
         elif indent is not None:
-            found[-1][1].append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+            code = line if names else before
+            found[-1][1].append(code[min(indent, len(code) - len(code.lstrip(" \t"))) :])
+            indent = indent if fence is None or names else None
     return [(language, "".join(lines)) for language, lines in found]
 
 
