@@ -55,6 +55,7 @@ HIDDEN = "we think that it is so"
         '```python\n"""{}"""\n```',
         '<tool_call>{{"name": "search", "arguments": {{"query": "{}"}}}}</tool_call>',
         '<tool_call>{{"name": "python", "arguments": {{"code": "x = 1  # {}"}}}}</tool_call>',
+        '<tool_call>{{"name": "search", "arguments": {{"{}": 1}}}}</tool_call>',
         "<search>{}</search>",
         "${}$",
         r"\(\text{{{}}} = 2\)",
@@ -66,6 +67,16 @@ def test_a_thought_cannot_be_hidden_in_code_or_mathematics(wrapped):
     assert scripts_of(wrapped.format(HIDDEN)) == ["latin"] * 6
     assert share("好的 " + wrapped.format(HIDDEN), "zh") == pytest.approx(2 / 8)
     assert share("so " + wrapped.format("我们想")) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("blank", ["~", r"\ ", r"\,", r"\;", r"\:", r"\!", "\\\\", "\\\n", r"\quad ", r"\,~"])
+def test_blanks_of_latex_part_words(blank):
+    hidden = HIDDEN.replace(" ", blank)
+    assert share(f"好的 $${hidden}$$", "zh") == share(rf"好的 \(\mathrm{{{hidden}}}\)", "zh") == pytest.approx(2 / 8)
+
+
+def test_the_keys_of_an_ordinary_call_are_no_words():
+    assert scripts_of('<tool_call>{"name": "search", "arguments": {"query_text": "x"}}</tool_call>') == []
 
 
 def test_unclosed_formulas_take_linear_time():

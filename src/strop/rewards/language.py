@@ -52,6 +52,7 @@ _PARTS = re.compile(
     re.DOTALL,
 )
 _TEXT_IN_FORMULAS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm)\s*\{([^{}]*)\}")
+_BLANKS = re.compile(r"\\[\s,;:!>\\]|~")  # LaTeX's blanks and its end of a line
 _COMMANDS_AND_TAGS = re.compile(r"\\[a-zA-Z]+|</?[A-Za-z_]+>")
 # Three words of two letters and more, with no operator between them, are a sentence and no formula.
 _SENTENCE = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?:[ \t,.;:!?'\"-]+[A-Za-z]{2,}){2,}")
@@ -97,6 +98,7 @@ def prose(text: str) -> str:
 
 
 def _prose_of_formula(text: str) -> str:
+    text = _BLANKS.sub(" ", text)
     texts = _TEXT_IN_FORMULAS.findall(text)
     return " ".join([*texts, _sentences(_COMMANDS_AND_TAGS.sub(" ", _TEXT_IN_FORMULAS.sub(" ", text)))])
 
@@ -133,8 +135,10 @@ _PROSE_OF = {"fence": _prose_of_code, "ticks": _prose_of_code, "call": _prose_of
 
 
 def _strings(value: object) -> list[str]:
+    """Every text in a tree of JSON, those of keys too."""
     if isinstance(value, dict | list):
-        return [text for each in (value.values() if isinstance(value, dict) else value) for text in _strings(each)]
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return [text for each in parts for text in _strings(each)]
     return [value] if isinstance(value, str) else []
 
 
