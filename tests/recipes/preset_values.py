@@ -351,7 +351,9 @@ PUBLISHED: dict[str, Values] = {
     **{f"arpo-deepsearch-8b{name}": {**_ARPO_8B, **_GAIA, **more} for name, more in _ARPO_SIDES.items()},
     **{f"arpo-deepsearch-14b{name}": {**_ARPO_14B, **_GAIA, **more} for name, more in _ARPO_SIDES.items()},
     "arpo-deepsearch-offline": {
-        **{key: value for key, value in _ARPO_8B.items() if ".backend." not in key and ".validation." not in key},
+        **{key: value for key, value in _ARPO_8B.items() if ".backend." not in key},
+        **{key: value for key, value in _GAIA.items() if key not in _JUDGED},
+        "stages.gaia.reward.parts.accuracy.function": "strop.evaluation.short_answers:exact_match",
         **_under("stages.rl.tasks.", kind="parquet", dataset="arpo-mix", name=None),
         "tools.search.backend.kind": "bm25",
     },

@@ -47,8 +47,9 @@ def scaled_down(
     sets["sampling.max_tokens"] = 32
     if tree.get("engine", {}).get("kind") == "vllm":
         sets |= {"engine.python": vllm, "engine.eager": True} if vllm else {"engine": {"kind": "torch"}}
-    if "search" in tree.get("tools", {}):
-        sets["tools.search.backend"] = {"kind": "kept", "path": results}
+    if backend := tree.get("tools", {}).get("search", {}).get("backend"):
+        local = backend | {"path": f"{rows}/corpus.jsonl", "index": f"{rows}/index"}
+        sets["tools.search.backend"] = local if backend["kind"] == "bm25" else {"kind": "kept", "path": results}
     if "overlong" in tree.get("reward", {}).get("parts", {}):
         sets |= {"reward.parts.overlong.max_tokens": 32, "reward.parts.overlong.cache_tokens": 8}
     for part, keys in tree.get("reward", {}).get("parts", {}).items():
@@ -167,6 +168,8 @@ def small(tmp_path_factory):
         (directory / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / f"{file}.parquet")
     (directory / "results.json").write_text(json.dumps({"one": "1"}))
+    passages = ("Paris is in France.", "Rome is in Italy.")
+    (directory / "corpus.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
     for judged_on, preferences in preferences_by_what_is_judged().items():
         (directory / f"{judged_on}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferences))
     dialogues = [
