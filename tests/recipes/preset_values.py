@@ -343,7 +343,7 @@ PUBLISHED: dict[str, Values] = {
         **_under(_METHOD, dual_clip=3.0, aggregation="token_mean", quota_rounding="half_even"),
         **_under("tools.python.", name="python_code_with_standard_io", max_chars=256),
         **_under("stages.rl.reward.", kind="sum", weights=None),
-        **_under("stages.rl.reward.parts.accuracy.", kind="math", judge="fused", weight=1.0),
+        **_under("stages.rl.reward.parts.accuracy.", kind="math", judge="fused", answer_in="response", weight=1.0),
         "stages.rl.reward.weights.accuracy": None,
         "stages.base.path": "Qwen/Qwen3-14B-Base",
     },
