@@ -4,7 +4,7 @@ import pytest
 
 from strop.errors import RunError
 from strop.evaluation.results import gather, write_eval
-from strop.reports.evaluations import leaderboard_page, leaderboard_table
+from strop.reports.evaluations import benchmark_table, leaderboard_page, leaderboard_table
 from strop.run_directory import write_json
 
 
@@ -75,6 +75,16 @@ def test_truncated_sampling_is_a_setting_that_the_table_shows(tmp_path):
     put(tmp_path / "run", 0.5, k=4, num_tasks=30, maj_at_k=0.6, temperature=0.6, top_p=0.95, prompt="rstar2")
     [row] = leaderboard_table(list(gather([tmp_path]).benchmarks["gsm8k"])).rows
     assert row[-1] == "rstar2, t 0.6, top-p 0.95"
+
+
+def test_results_with_too_many_void_rollouts_are_marked_in_the_tables(tmp_path):
+    put(tmp_path / "whole", 0.5, is_final=True)
+    put(tmp_path / "void", 0.6, is_final=False)
+    rows = leaderboard_table(list(gather([tmp_path]).benchmarks["gsm8k"])).rows
+    assert [row[:2] for row in rows] == [("void", "60.0% (not final)"), ("whole", "50.0%")]
+    of_rl = {name: {"accuracy": 0.5, "is_final": name == "gsm8k"} for name in ("gsm8k", "aime24")}
+    table = benchmark_table([*(("rl", name, result) for name, result in of_rl.items()), ("base", "gsm8k", {"accuracy": 0.25})])
+    assert table.rows == (("rl", "50.0%", "50.0% (not final)"), ("base", "25.0%", "–"))
 
 
 def test_where_nothing_lies_it_says_so(tmp_path):

@@ -6,6 +6,7 @@ from attempts import attempt, group_of
 from strop.errors import RunError
 from strop.evaluation.metrics import rollout_metrics
 from strop.evaluation.results import figures_of, find_results, problem_of, read_eval, write_eval
+from strop.stages.evaluation import _in_words
 from strop.types import StopReason, ToolOutcome
 
 RIGHT, WRONG = True, False
@@ -38,7 +39,10 @@ def test_a_void_problem_is_counted_and_enters_no_mean_and_no_vote():
 @pytest.mark.parametrize(("num_void", "is_final"), [(0, True), (1, True), (2, False)])
 def test_a_result_with_more_than_one_void_rollout_in_a_hundred_is_not_final(num_void, is_final):
     groups = [group(*[RIGHT] * (100 - num_void), num_void=num_void)]
-    assert figures_of(groups, seed=0)["is_final"] is is_final
+    figures = figures_of(groups, seed=0) | {"k": 100}
+    assert figures["is_final"] is is_final
+    assert _in_words(figures).endswith(". Too many for a final figure: evaluate again") is not is_final
+    assert (f"; {num_void} rollouts are void ({num_void}.0%)" in _in_words(figures)) is (num_void > 0)
 
 
 def test_a_problem_with_fewer_attempts_than_k_is_counted_and_in_no_pass_at_k():

@@ -174,7 +174,7 @@ class ConsoleProgress:
                 each for each in results if {"init", "benchmark", "accuracy"} <= each.keys() and each["stage"] not in stale
             ]
             real = [each for each in shown if each.get("tools", "real") == "real"]
-            if table := benchmark_table((each["init"], each["benchmark"], each["accuracy"]) for each in real):
+            if table := benchmark_table((each["init"], each["benchmark"], each) for each in real):
                 self._console.print()
                 print_table(table, console=self._console)
         self._say(f"report: {report}", style="bold")

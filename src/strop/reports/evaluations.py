@@ -21,13 +21,13 @@ def comparison_table(comparison: Comparison) -> Table:
     )
 
 
-def benchmark_table(accuracies: Iterable[tuple[str, str, float]]) -> Table | None:
+def benchmark_table(results: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Table | None:
     """Return a row for each model and a column for each benchmark; None unless there are several benchmarks.
 
     Args:
-        accuracies: the stage that made the model, the benchmark, the accuracy. Of several of one cell the last is shown.
+        results: the stage that made the model, the benchmark, the result. Of several of one cell the last is shown.
     """
-    cells = {(model, benchmark): figure(accuracy, Unit.PERCENT) for model, benchmark, accuracy in accuracies}
+    cells = {(model, benchmark): _accuracy(result) for model, benchmark, result in results}
     benchmarks = tuple(dict.fromkeys(benchmark for _, benchmark in cells))
     rows = tuple(
         (model, *(cells.get((model, each), _NONE) for each in benchmarks))
@@ -106,7 +106,7 @@ def _entry_row(entry: Entry) -> tuple[str, ...]:
     )
     return (
         entry.name,
-        figure(entry.accuracy, Unit.PERCENT),
+        _accuracy(result),
         interval,
         _pass_at_k(result),
         _share(result, "maj_at_k"),
@@ -116,6 +116,11 @@ def _entry_row(entry: Entry) -> tuple[str, ...]:
         _share(result, "tool_error_rate"),
         _settings(result),
     )
+
+
+def _accuracy(result: Mapping[str, Any]) -> str:
+    """Return the accuracy, marked where too many rollouts are void."""
+    return figure(result["accuracy"], Unit.PERCENT) + ("" if result.get("is_final", True) else " (not final)")
 
 
 def _settings(result: Mapping[str, Any]) -> str:

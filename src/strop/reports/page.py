@@ -48,7 +48,7 @@ def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timelin
         log=log,
         verdict=verdict(log),
         benchmarks=benchmark_table(
-            (each.init, each.benchmark, each.figures["accuracy"])
+            (each.init, each.benchmark, each.figures)
             for each in log.current_evaluations
             if each.init and each.benchmark and not each.condition and "accuracy" in each.figures
         ),
