@@ -209,7 +209,7 @@ def test_the_benchmarks_of_cs336s_supplement_are_asked_and_judged_as_it_says(nam
     assert load_prompt("zero_shot_system_prompt").replace("{instruction}", asked) in prompts
     assert (figures["accuracy"], figures["temperature"], figures["k"]) == (0.5, 0.0, 1)
     if name in ("mmlu", "gsm8k"):
-        assert figures["kinds"] == {"right": 1, "not well formed": 1}
+        assert figures["kinds"] == {"right": 1, "well formed but wrong": 0, "not well formed": 1}
 
 
 def contest(question, tests, starter="", **metadata):

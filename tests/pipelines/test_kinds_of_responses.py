@@ -47,6 +47,21 @@ def test_the_result_and_the_summary_count_each_kind(done):
     assert f"{kinds[RIGHT]} right, {kinds[WELL_FORMED]} well formed but wrong, {kinds[UNFORMED]} not well formed" in summary
 
 
+@pytest.mark.parametrize(("kind", "text"), [(RIGHT, "</think> <answer> {} </answer>"), (UNFORMED, "I cannot say {}.")])
+def test_kinds_that_no_response_is_of_are_counted_too(tmp_path, kind, text):
+    def says(conversation, draw):
+        return text.format(sum(map(int, re.search(r"(\d+)\+(\d+)", conversation).groups())))
+
+    before = RECIPE["stages"]["before"] | {"init": "base", "num_tasks": 2, "k": 1}
+    done = run_recipe(tmp_path, recipe_of({"base": RECIPE["stages"]["base"], "before": before}, reward=REWARD), say=says)
+    kinds = {RIGHT: 0, WELL_FORMED: 0, UNFORMED: 0} | {kind: 2}
+    assert read_json(done.run.stage("before").evaluation)["kinds"] == kinds
+    words = ", ".join(f"{num} {each}" for each, num in kinds.items())
+    assert words in dict(done.progress.stages)["before"]
+    log = read_run(done.run)
+    assert words in report_page(log, read_rollouts(done.run, log))
+
+
 def test_the_report_shows_ten_examples_of_each_kind(done):
     log = read_run(done.run)
     [step] = [step for step in read_rollouts(done.run, log).steps if step.stage.name == "before"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RunError
-from strop.evaluation.metrics import USUAL, Verdict, kind_of, rollout_metrics
+from strop.evaluation.metrics import FORM, USUAL, ResponseKind, Verdict, kind_of, rollout_metrics
 from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
 from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines, write_json, write_text
 from strop.types import Group
@@ -83,7 +83,9 @@ def figures_of(
         for name, value in rollout_metrics(groups, verdict).items()
         if name.startswith("rollout/") and name != "rollout/accuracy"
     }
-    figures["kinds"] = dict(Counter(kind for group in played for kind in _kinds(group, verdict)))
+    has_form = bool(judged) and any(FORM in scored.reward_parts for group in played for scored in group.trajectories)
+    none = {kind.value: 0 for kind in ResponseKind if has_form and kind is not ResponseKind.WRONG}
+    figures["kinds"] = none | Counter(kind for group in played for kind in _kinds(group, verdict))
     figures["is_final"] = figures["void_fraction"] <= MAX_VOID_FRACTION
     figures["tool_outcomes"] = _tool_outcomes(groups)
     figures["parts"] = _parts(played, seed=seed)
