@@ -162,5 +162,7 @@ def test_a_file_of_whole_prompts_has_the_ids_of_the_prompt_in_evaluation():
     tokenizer.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     chat, prompt = ChatFormat(tokenizer), load_prompt("r1_zero")
     whole = prompt.raw.replace("{question}", TASK.question)
-    assert prompt.ids(chat, whole, []) == prompt.ids(chat, TASK.question, [])
+    blank_line = whole.replace("\nUser:", "\n\nUser:")
+    for text in (whole, f"{whole}\n", f"\n\n {whole} ", whole.strip(), blank_line):
+        assert prompt.ids(chat, text, []) == prompt.ids(chat, TASK.question, [])
     assert len(prompt.ids(chat, whole, [])) < len(load_prompt("question_only").ids(chat, whole, []))

@@ -110,11 +110,11 @@ class Prompt(Config):
         return self.failed_call.replace("{reason}", reason).replace("{message}", message)
 
     def bare(self, question: str) -> str:
-        """`question` without the words of a raw text around it, as files of whole prompts have them."""
+        """`question` without the words of a raw text around it, as files of whole prompts have them; blanks may differ."""
         before, _, after = self.raw.partition("{question}")
-        if not (self.raw and question.startswith(before) and question.endswith(after) and len(question) >= len(before + after)):
-            return question
-        return question[len(before) : len(question) - len(after)]
+        around = [r"\s+".join(map(re.escape, re.split(r"\s+", text))) for text in (before.lstrip(), after.rstrip())]
+        found = re.fullmatch("(.*?)".join(around), question.strip(), re.DOTALL) if any(around) else None
+        return question if found is None else found[1]
 
     def fill(self, question: str, tools: Sequence[ToolSpec]) -> tuple[Message, ...]:
         """The messages about `question`, with one JSON signature a line for `{tools}`. The question counts as not ours.
