@@ -1,6 +1,7 @@
 """What a recipe names and this machine lacks is told before anything runs."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,28 @@ def test_the_device_of_a_reward_model_is_looked_for_before_anything_is_rolled_ou
 def test_devices_that_are_there_pass(two_devices):
     check_machine(scripted(engine={"device": "cuda"}, trainer={"device": "cuda:1"}))
     check_machine(scripted(engine={"devices": [1, 0]}, trainer={"device": "cuda", "workers": 2}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "devices"),
+    [({}, {"workers": 4}, ("cpu", "cuda")), ({"device": "cpu"}, {}, ("cuda", "cpu"))],
+)
+def test_a_trainer_that_would_choose_another_device_than_the_engine_is_refused(two_devices, engine, trainer, devices):
+    of_trainer, of_engine = devices
+    with pytest.raises(ConfigError) as told:
+        check_machine(scripted(engine=engine, trainer=trainer))
+    message = str(told.value)
+    assert message.startswith(f'stages.rl.trainer.device is "auto", which is {of_trainer} here')
+    assert f'engine.device = "{engine.get("device", "auto")}" is {of_engine}: torch sees 2 CUDA devices here. Set' in message
+
+
+def test_a_trainer_whose_device_is_named_or_left_to_a_server_may_have_another(two_devices, monkeypatch):
+    check_machine(scripted(engine={"device": "cpu"}, trainer={"device": "cuda"}))
+    check_machine(scripted(trainer={"optimizer": {"moments": "disk"}}))
+    check_machine(scripted(engine={"kind": "vllm", "python": sys.executable}, trainer={"workers": 4}))
+    check_machine(scripted())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    check_machine(scripted(trainer={"workers": 4}))
 
 
 def test_of_what_a_start_leaves_as_it_is_nothing_is_asked(run, monkeypatch):

@@ -149,7 +149,7 @@ class TrainerConfig(Config):
 
         if self.device != "auto":
             return torch.device(self.device)
-        is_cuda = not self._pages_moments and torch.cuda.device_count() >= max(1, self.workers)
+        is_cuda = not self.pages_moments and torch.cuda.device_count() >= max(1, self.workers)
         return torch.device("cuda" if is_cuda else "cpu")
 
     @property
@@ -158,12 +158,13 @@ class TrainerConfig(Config):
         return self.activation_checkpointing and self.torch_device.type == "cpu"
 
     @property
-    def _pages_moments(self) -> bool:
+    def pages_moments(self) -> bool:
+        """Whether moments are on disk, which only a CPU does."""
         return "disk" in (self.optimizer.moments, self.critic.optimizer.moments)
 
     @model_validator(mode="after")
     def _can_page(self) -> Self:
-        if self._pages_moments and (self.device not in ("auto", "cpu") or self.workers):
+        if self.pages_moments and (self.device not in ("auto", "cpu") or self.workers):
             raise ValueError("optimizer.moments = 'disk' is for device = 'cpu' without workers. Set moments = 'memory'.")
         return self
 

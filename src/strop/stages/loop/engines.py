@@ -185,6 +185,8 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
             except UserError as error:
                 yield error
         yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
+        if isinstance(config, PlayedKeys) and stage.opens_engines and not machine.is_elsewhere:
+            yield from _check_same_device(name, trainer, recipe.engine)
         yield from _check_heads(name, trainer.sequence_parallel, recipe)
     if isinstance(config, PlayedKeys) and stage.is_judged:
         yield from _check_reward(f"stages.{name}", config.reward, machine)
@@ -329,6 +331,20 @@ def _check_device(name: str, key: str, machine: Machine, *, workers: int = 0) ->
         yield UserError(
             f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees(num_devices)}."
             ' Use "cpu", or a device that is there' + (", or fewer workers." if workers else ".")
+        )
+
+
+def _check_same_device(name: str, trainer: TrainerConfig, engine: AnyEngine) -> Iterator[ConfigError]:
+    """A trainer whose device is not named would compute on another type of device than the embedded engine."""
+    if trainer.device != "auto" or trainer.pages_moments or not isinstance(engine, EngineConfig):
+        return
+    num_devices = torch.cuda.device_count()
+    of_engine = "cuda" if engine.device != "cpu" and num_devices else "cpu"
+    if (of_trainer := trainer.torch_device.type) != of_engine:
+        yield ConfigError(
+            f'stages.{name}.trainer.device is "auto", which is {of_trainer} here for stages.{name}.trainer.workers ='
+            f' {trainer.workers}, but engine.device = "{engine.device}" is {of_engine}: {_what_torch_sees(num_devices)}. Set'
+            " both to the same device, or trainer.device to the one that you want."
         )
 
 
