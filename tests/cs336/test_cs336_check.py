@@ -1,6 +1,7 @@
 """`strop cs336 check`: a student's functions against strop's."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.cs336 import adapters
+from strop.cs336.check import check_module
 from strop.errors import ConfigError, UserError
 
 SIGNATURES = {  # of the course's tests/adapters.py
@@ -126,6 +128,19 @@ def test_a_module_without_such_functions_and_one_that_cannot_be_imported_are_nam
         check(tmp_path / "none.py")
     with pytest.raises(ConfigError, match=r"mine.py, line 5\) raised ZeroDivisionError: division by zero while"):
         check(written(tmp_path, "1 / 0\n"))
+
+
+def test_the_tutorial_says_what_is_checked(tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(ConfigError) as told:
+        check_module(tmp_path / "empty.py")
+    checked = set(re.search(r"assignment: (.*)\. Give", str(told.value))[1].split(", "))
+    rows = (Path(__file__).parents[2] / "docs" / "guides" / "cs336.md").read_text().splitlines()
+    named, others = set(), set()
+    for problem, functions, *_, by in (row.strip("| ").split(" | ") for row in rows if "`strop cs336 check`" in row):
+        names = set(re.findall(r"`(\w+)`", problem + functions))
+        named, others = named | names, others | names.intersection(re.findall(r"`(\w+)`", by))
+    assert named - others == checked
 
 
 def test_a_module_of_a_package_with_a_dataclass_is_imported_as_python_would(tmp_path):

@@ -155,6 +155,12 @@ def test_a_wrong_cell_is_told_by_what_is_wrong_with_it(what: str, recipe: str, s
     assert problem({"what": what, "file": "`src/strop/algorithms/losses.py`", "recipe": recipe}).startswith(said)
 
 
+def test_the_top_leads_to_where_strop_and_the_field_differ() -> None:
+    heading = "Where strop follows a paper and common implementations do not"
+    assert f"\n## {heading}\n" in (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert f"(presets.md#{heading.lower().replace(' ', '-')})" in PAGE.partition("\n## ")[0]
+
+
 def test_every_row_has_a_file_and_a_test() -> None:
     found = rows("file")
     assert len(found) > 100
