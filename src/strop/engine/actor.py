@@ -189,7 +189,9 @@ class ActorEngine:
 
         first = asyncio.create_task(tell_first())  # it is sent after the request
         try:
-            completion: Completion = await self._call("complete", replace(request, probe=None), number, probe.num_tokens)
+            completion: Completion = await self._call(
+                "complete", replace(request, probe=None), number, max(1, probe.num_tokens)
+            )
         finally:
             first.cancel()
         if not told and len(completion.entropies) >= probe.num_tokens:

@@ -129,7 +129,7 @@ class Branching:
     @property
     def num_awaited(self) -> int:
         """Tokens after an observation that are sampled before `verdict` can decide whether to fork there."""
-        return self.config.probe_tokens if self.config.probe is ProbedAt.AFTER_OBSERVATION else 1
+        return self.config.probe_tokens if self.config.probe is ProbedAt.AFTER_OBSERVATION else 0
 
     def num_first(self, trajectories: Iterable[Trajectory], num_rollouts: int) -> int:
         """Return N, how many of `num_rollouts` rollouts of a task begin at the prompt.

@@ -9,7 +9,7 @@ import torch
 
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
-from strop.engine.protocol import Capacity, checksum_of
+from strop.engine.protocol import Capacity, Probe, checksum_of
 from strop.engine.published_files import write_adapter
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.rollout.scheduler.engine_pool import EnginePool
@@ -53,6 +53,30 @@ def test_a_server_given_by_address_is_published_to_and_sampled_from(model):
 
     run(model, fake, scenario)
     assert fake.calls == ["pause abort", "update", "reset", "resume"] * 2
+
+
+def test_a_probe_that_asks_for_no_entropy_is_answered_before_the_completion_and_a_branch_may_begin(model):
+    told = []
+
+    async def scenario(engine):
+        await publish(engine, make_model("llama", seed=1), version=4)
+        is_told = asyncio.Event()
+
+        def tell(entropies):
+            told.append(entropies)
+            is_told.set()
+
+        running = asyncio.create_task(
+            engine.complete(make_request("a", [1, 7], max_tokens=3, probe=Probe(num_tokens=0, tell=tell)))
+        )
+        await is_told.wait()
+        branch = await engine.complete(make_request("b", [1, 7, 9], max_tokens=2, extends="a", at=2))
+        assert branch.ids == (10, 11)
+        assert not running.done()
+        running.cancel()
+
+    run(model, FakeVllm(seconds={7: 60.0}), scenario)
+    assert told == [()]
 
 
 @pytest.mark.parametrize(

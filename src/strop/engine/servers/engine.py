@@ -228,6 +228,8 @@ class ServerEngine:
                 raise self._closed() from error
             raise
         try:
+            if request.probe is not None and request.probe.num_tokens == 0:
+                request.probe.tell(())
             completion = await self._sample(request)
         except BaseException:
             self._conversations.leave(request.id)

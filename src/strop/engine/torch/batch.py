@@ -363,7 +363,7 @@ class Batch:
             job.ids.append(token)
             job.logprobs.append(logprob)
             job.entropies.append(entropy)
-            if (probe := job.request.probe) is not None and probe.num_tokens == len(job.ids):
+            if (probe := job.request.probe) is not None and max(1, probe.num_tokens) == len(job.ids):
                 probe.tell(tuple(job.entropies))
             conversation.num_computed += 1
             conversation.ids.append(token)
