@@ -38,7 +38,7 @@ tests-alone: setup
 	$(call pytest,,--numprocesses=4 --dist=loadfile)
 
 test-slow: setup
-	$(call pytest,-m "slow and not vllm and not sandbox and not cluster",$(BY_FILE))
+	$(call pytest,-m "slow and not vllm and not sandbox and not cluster" --timeout=400,$(BY_FILE))
 
 # The vLLM engine against vLLM itself: its CPU build, in an environment of its own (3.5 GB), with a run of two RL steps.
 VLLM := .venv-vllm
