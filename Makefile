@@ -29,13 +29,13 @@ lint: setup
 pytest = $(BIN)/python -m pytest $(1) $(2) || { test $$? -eq 1 && $(BIN)/python -m pytest $(1) --last-failed --last-failed-no-failures=none; }
 BY_FILE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder # else the files with one long test come last, and alone
 
-# Linters and tests, side by side. Tests take one core or wait, so four processes share them, a file at a time.
+# Linters and tests, side by side. Tests take one core or wait, so three processes share them, a file at a time.
 test: setup
 	@$(MAKE) --no-print-directory -j2 lint tests-alone
 
 .PHONY: tests-alone
 tests-alone: setup
-	$(call pytest,,--numprocesses=4 --dist=loadfile)
+	$(call pytest,,--numprocesses=3 --dist=loadfile)
 
 test-slow: setup
 	$(call pytest,-m "slow and not vllm and not sandbox and not cluster" --timeout=400,$(BY_FILE))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,12 +154,12 @@ def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
         os.kill(engine.pid, signal.SIGKILL)
         for lost in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(lost, EngineLost)
-            assert f"engine e0 (process {engine.pid}) ended during its calls: The actor died" in str(lost)
+            assert re.search(rf"engine e0 \(process {engine.pid}\) ended during (its calls|a ping): The actor died", str(lost))
         assert time.monotonic() - began < 1
         assert not engine.is_alive
-        with pytest.raises(EngineLost, match="ended during its calls"):
+        with pytest.raises(EngineLost, match=r"ended during (its calls|a ping)"):
             await engine.complete(make_request("g", [1]))
-        with pytest.raises(EngineLost, match="ended during its calls"):
+        with pytest.raises(EngineLost, match=r"ended during (its calls|a ping)"):
             await publish(engine, make_model("llama"), version=1)
         await engine.release("a")
         await engine.abort("b")

@@ -418,7 +418,7 @@ def test_positions_turn_by_the_angles_of_transformers_to_the_bit(rope, dtype):
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **rope}
     )
-    forward = TorchEngine(config, EngineConfig(slots=1, max_length=100, device="cpu", dtype=str(dtype)[6:]))._decoder
+    forward = Decoder(config, dtype=dtype, device=torch.device("cpu"), num_slots=1, max_length=100)
     num = forward.num_columns
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros((), dtype=dtype), torch.arange(num)[None])
     sin[..., :16] *= -1

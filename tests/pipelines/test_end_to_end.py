@@ -124,6 +124,7 @@ def test_every_step_is_one_line_of_metrics(scripted_run):
         "update/skipped",
         "policy/entropy_nats",
         "time/step_s",
+        "time/elapsed_s",
         *COST_KEYS,
     }
     for line in lines[2:]:

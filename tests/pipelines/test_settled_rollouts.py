@@ -79,7 +79,7 @@ def tasks_of(stage, step):
 
 
 def test_of_old_steps_the_first_tasks_are_kept_and_what_is_said_of_all(old, monkeypatch):
-    monkeypatch.setattr("strop.stages.loop.ledger._SAMPLE_TASKS", 1)
+    monkeypatch.setattr("strop.stages.loop.ledger.SAMPLE_TASKS", 1)
     assert not [*settle_rollouts(old, upto=3, keep=2)]
     assert names_in(old, "step-000001*") == ["step-000001.jsonl.gz", "step-000001.selection.json"]
     assert [tasks_of(old, step) for step in (1, 2, 3)] == [[3], [6, 7, 8], [9, 10, 11]]
@@ -150,7 +150,7 @@ def test_an_old_file_that_is_damaged_is_told_and_left_and_nothing_else_depends_o
 
 
 def test_report_and_analysis_read_samples(scripted_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("strop.stages.loop.ledger._SAMPLE_TASKS", 1)
+    monkeypatch.setattr("strop.stages.loop.ledger.SAMPLE_TASKS", 1)
     run = RunDirectory(tmp_path / "run")
     shutil.copytree(scripted_run.run.path, run.path)
     whole = len(read_rollouts(run.stage("rl").rollouts(1)))
@@ -161,7 +161,7 @@ def test_report_and_analysis_read_samples(scripted_run, tmp_path, monkeypatch):
 
 
 def test_what_is_kept_changes_no_result(scripted_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("strop.stages.loop.ledger._SAMPLE_TASKS", 1)
+    monkeypatch.setattr("strop.stages.loop.ledger.SAMPLE_TASKS", 1)
     sampled = run_recipe(tmp_path / "run", make_recipe(keep_rollouts=1)).run
     assert_same_training(sampled, scripted_run.run)
     first, whole = (read_rollouts(run.stage("rl").rollouts(1)) for run in (sampled, scripted_run.run))

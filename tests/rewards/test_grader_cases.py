@@ -143,6 +143,7 @@ NOT_MEASURED = {  # settings of graders that no label of GSM8K or MATH-500 can b
         False,
         "exact",
     ): "labels are whole numbers of a generator (test_sum.py)",
+    ("math", "response", True, "fused"): "the same judge is measured on a box within an answer tag",
     ("code",): "there is no label: a program is run on tests (test_code.py)",
     ("function", "strop.evaluation.short_answers:f1"): "likewise, and it has no weight; arpo's F1 is measured",
 }
