@@ -65,7 +65,7 @@ def run(request) -> Callable:
             assert engine.policy_version == -1
             await publish(engine, make_model("llama"), version=7)
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await scenario(engine)
             finally:
                 if request.param is not _actor:  # else its process is the next test's

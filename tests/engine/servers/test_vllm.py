@@ -137,8 +137,8 @@ def test_tokens_that_are_sampled_after_an_update_in_flight_have_the_logprobs_of_
         for number in range(20):
             await publish(engine, older, version=2 * number + 1)
             completions = await spliced(engine, number)
-            if all(len(completion.spans) == 2 for completion in completions):
-                break
+            if all(len(each.spans) == 2 and min(num for _, num in each.spans) > 40 for each in completions):
+                break  # else the update came too early or too late, on a machine with other work: then again
         for completion in completions:
             [(first, num_older), (second, num_newer)] = completion.spans
             assert (second - first, num_older + num_newer) == (1, 400)
