@@ -118,8 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_json(options.results / f"faithful-{RECIPE.stem}.json", results)
     write_text(options.results / f"faithful-{RECIPE.stem}.txt", table(results) + "\n")
     title = "held-out accuracy"
-    curves = [[(point["seconds"], point["accuracy"]) for point in each["curve"]] for each in results["seeds"].values()]
-    (plot,) = compare_plots({title: {"GRPO": curves}}, units={title: Unit.PERCENT}, x_label="seconds").values()
+    curves = {
+        f"seed {seed}": [[(point["seconds"], point["accuracy"]) for point in each["curve"]]]
+        for seed, each in results["seeds"].items()
+    }
+    (plot,) = compare_plots({title: curves}, units={title: Unit.PERCENT}, x_label="seconds").values()
     write_text(options.results / "cs336" / "leaderboard.svg", str(draw(plot, is_standalone=True)) + "\n")
     print(table(results))
     return 0 if all(bar["holds"] for bar in results["bars"].values()) else 1
