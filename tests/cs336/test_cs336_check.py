@@ -48,7 +48,7 @@ def check(path, *options):
     return result.stdout
 
 
-def written(directory, source, name="mine"):  # another name for another source: Python may take one of a second for the other
+def written(directory, source, name="mine"):  # written twice in a second, the bytecode of the first source may run
     path = directory / f"{name}.py"
     path.write_text("import torch\nfrom strop import cs336\n\n\n" + source, encoding="utf-8")
     return path

@@ -376,8 +376,8 @@ class _Costs:
         parts += [f"{duration(1e9 / rate)} of {what} for a billion tokens" for what, rate in self._rates(layout).items()]
         hours = self.hardware.num * sum(self.times(layout)) / 3600
         in_all = f"; {hours:,.1f} GPU hours" if hours >= 1 else f"; {hours:.1g} GPU hours" if hours else ""
-        beside = " at the same time" if self.estimate.overlaps and all(times.values()) else ""
-        return f"time: {', '.join(parts)}{beside}{in_all}" if parts else ""
+        overlap = " at the same time" if self.estimate.overlaps and all(times.values()) else ""
+        return f"time: {', '.join(parts)}{overlap}{in_all}" if parts else ""
 
     def _rates(self, layout: Layout) -> dict[str, float]:
         """Tokens a second of sampling and of training, of each whose number of tokens is not known before."""
