@@ -218,7 +218,7 @@ experiments-two-tools: setup
 experiments-reward-model: setup
 	$(BIN)/python experiments/reward_model.py
 
-# Claims of the papers at small scale, by paired seeds; ONLY=roc runs one of them: r1-zero, roc, roc-updates, roc-eps, roc-floors, arpo, arpo-beta, arpo-beam, arpo-initial, arpo-probe, credit, drgrpo, overlong; of CS336 cs336 (its ladder), cs336-ablations, cs336-off-policy-focused, cs336-prompt, cs336-sft-size, cs336-expert-iteration, cs336-leaderboard; grader, grader-unseen (they need DATA, as above, with math500/test.jsonl). Writes experiments/results/faithful-<name>.{json,txt,svg}.
+# Claims of the papers at small scale, by paired seeds; ONLY=roc runs one of them: r1-zero, roc, roc-updates, roc-eps, roc-floors, arpo, arpo-beta, arpo-beam, arpo-initial, arpo-probe, credit, drgrpo, overlong; of CS336 cs336 (its ladder), cs336-sft-size, cs336-expert-iteration, cs336-learning-rate, cs336-baselines, cs336-length-normalisation, cs336-std-normalisation, cs336-off-policy, cs336-off-policy-focused, cs336-clip, cs336-prompt, cs336-leaderboard; grader, grader-unseen (they need DATA, as above, with math500/test.jsonl). Writes experiments/results/faithful-<name>.{json,txt,svg}.
 .PHONY: experiments-faithful
 experiments-faithful: setup
 	$(BIN)/python experiments/faithful.py --data $(DATA) $(if $(ONLY),--only $(ONLY))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import provenance
 
 from strop.evaluation.statistics import Estimate, mean_of_seeds
 from strop.pipeline.sweep import run_sweep
@@ -199,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log = run_sweep(sweep, options.runs, jobs=options.jobs, progress=progress, command=COMMAND)
     if log.failures:
         return 1
-    results = summarise({run.seed: RunDirectory(options.runs / run.name) for run in log.runs})
+    runs = {run.seed: RunDirectory(options.runs / run.name) for run in log.runs}
+    results = summarise(runs) | {"provenance": provenance(runs.values(), ROOT)}
     write_json(RESULTS / "faithful-cs336.json", results)
     write_plots(results)
     text = table(results)

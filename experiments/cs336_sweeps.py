@@ -1,12 +1,11 @@
 """The curves behind docs/results.md: CS336 assignment 5's SFT, expert iteration and ablations (sections 4, 5, 8).
 
-    make experiments-faithful ONLY=cs336-ablations
+    make experiments-faithful ONLY=cs336-learning-rate
 
-Runs the sweeps of section 8 (cs336-ablations, -off-policy-focused, -prompt), cs336-sft-size and cs336-expert-iteration of
-recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of
-its arms, their differences from the first by seed, and their curves, to results/faithful-<sweep>.{json,txt} and
-results/cs336/<question>.svg; and rollouts of the defaults over the steps to results/cs336/rollouts.txt. `--only` runs one of
-them; `--draw` runs nothing. Runs that are missing are named.
+Runs the sweeps cs336-*.toml of recipes/sweeps as `strop sweep` does: a second call goes on where the first ended. Writes the
+results of a sweep's arms, their differences from the first arm by seed, and their curves to results/faithful-<sweep>.{json,txt}
+and results/cs336/<question>.svg; and rollouts of the first baseline over the steps to results/cs336/rollouts.txt. `--only` runs
+one of them; `--draw` runs nothing. Runs that are missing are named.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from provenance import provenance
+
 from strop.evaluation.statistics import mean_of_seeds
 from strop.pipeline.sweep import run_sweep
 from strop.pipeline.sweep_file import load_sweep
@@ -30,20 +31,18 @@ from strop.run_directory import RunDirectory, read_json, read_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-ABLATIONS, PROMPT, SFT, EXPERT = "cs336-ablations", "cs336-prompt", "cs336-sft-size", "cs336-expert-iteration"
-FOCUSED = "cs336-off-policy-focused"
-SWEEPS = (ABLATIONS, FOCUSED, PROMPT, SFT, EXPERT)
-QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is what the others are compared with
-    "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered")),
-    "expert-iteration": (EXPERT, ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128")),
-    "learning-rate": (ABLATIONS, ("defaults", "learning_rate_1e-4", "learning_rate_1e-3", "learning_rate_3e-3")),
-    "baselines": (ABLATIONS, ("defaults", "no_baseline", "clip_on_policy")),
-    "length-normalisation": (ABLATIONS, ("defaults", "masked_normalize", "token_mean")),
-    "std-normalisation": (ABLATIONS, ("defaults", "no_std")),
-    "off-policy": (ABLATIONS, ("defaults", "off_policy_1x4", "off_policy_4x1", "off_policy_4x4")),
-    "off-policy-focused": (FOCUSED, ("on_policy", "off_policy_1x4", "off_policy_4x1")),
-    "clip": (ABLATIONS, ("off_policy_4x4", "off_policy_4x4_no_clip")),
-    "prompt": (PROMPT, ("r1_zero", "question_only")),
+BASELINES = "cs336-baselines"
+SWEEPS: Mapping[str, tuple[str, ...]] = {  # the arms; the others are compared with the first
+    "cs336-sft-size": ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered"),
+    "cs336-expert-iteration": ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128"),
+    "cs336-learning-rate": ("lr-0.0003", "lr-0.0001", "lr-0.001", "lr-0.003"),
+    BASELINES: ("reinforce_with_baseline", "no_baseline", "grpo_clip"),
+    "cs336-length-normalisation": ("masked_mean", "masked_normalize", "token_mean"),
+    "cs336-std-normalisation": ("std", "no_std"),
+    "cs336-off-policy": tuple(f"epochs-{epochs}-updates_per_step-{num}" for epochs in (1, 4) for num in (1, 4)),
+    "cs336-off-policy-focused": ("on_policy", "off_policy_1x4", "off_policy_4x1"),
+    "cs336-clip": ("clip", "no_clip"),
+    "cs336-prompt": ("r1_zero", "question_only"),
 }
 CURVES = (
     "rollout/accuracy",
@@ -63,13 +62,13 @@ _DRAWN = {  # metric: how its file's name ends, and what it is called in a title
     "policy/entropy_nats": ("-entropy", "entropy of responses, nats"),
     "rollout/entropy_nats": ("-entropy", "entropy of responses, nats"),
 }
-_FURTHER = ("expert-iteration", "length-normalisation", "off-policy", "off-policy-focused")  # drawn beyond held-out accuracy
+_FURTHER = ("expert-iteration", "length-normalisation", "off-policy")  # begin the questions with more than one drawing
 _DIGITS = 4
 _HALF = 0.5
 
 
 def summarise(name: str, sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """The answers to the questions of a sweep, from its `sweep.json`, and which runs they lack."""
+    """What the arms of a sweep came to, from its `sweep.json`, and which runs are missing."""
     missing = [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
     return {
         "command": command_of(name),
@@ -77,8 +76,11 @@ def summarise(name: str, sweep: Mapping[str, Any]) -> dict[str, Any]:
         "recipe": sweep["recipe"].rpartition("/")[2],
         "jobs": sweep["jobs"],
         "missing": missing,
-        "questions": {question: _answer(sweep, arms) for question, (of, arms) in QUESTIONS.items() if of == name},
-    }
+    } | _answer(sweep, SWEEPS[name])
+
+
+def question_of(name: str) -> str:
+    return name.removeprefix("cs336-")
 
 
 def command_of(name: str) -> str:
@@ -145,38 +147,29 @@ def _interval(differences: Iterable[float]) -> list[float] | None:
     return [round(value, _DIGITS) for value in (over_seeds.mean, over_seeds.low, over_seeds.high)]
 
 
-def table(results: Mapping[str, Any]) -> str:
+def table(name: str, results: Mapping[str, Any]) -> str:
     """One row an arm: the result by seed, the difference from the first arm by seed, and how curves end."""
-    arms = [arm for answer in results["questions"].values() for arm in answer["arms"].values()]
-    seeds = sorted({seed for arm in arms for seed in (*arm["results"], *arm["fell_at_step"])})
+    arms = results["arms"]
+    seeds = sorted({seed for arm in arms.values() for seed in (*arm["results"], *arm["fell_at_step"])})
     rows = [
         f"seeds {', '.join(seeds)}; differences from the first arm by seed, and Student's 95 % interval of their mean;",
         "†k: no rollout was rewarded any more in three steps in a row, the last of them step k, and the run ended",
         "",
+        f"{question_of(name)}: {results['result']}",
+        f"  {'arm':<29} {'by seed':<20} {'above the first':<22} {'mean, 95 %':<24} {'s':>5}  last five steps",
     ]
-    for question, answer in results["questions"].items():
-        if sum(bool(arm["results"] or arm["fell_at_step"]) for arm in answer["arms"].values()) < 2:
-            rows += [f"{question}: not run yet", ""]
-            continue
-        rows += [
-            f"{question}: {answer['result']}",
-            f"  {'arm':<24} {'by seed':<20} {'above the first':<22} {'mean, 95 %':<24} {'s':>5}  last five steps",
-        ]
-        for name, arm in answer["arms"].items():
-            ends = [
-                f"{metric.rpartition('/')[2]} {_end(answer, metric, name)}" for metric in _ENDS if metric in answer["curves"]
-            ]
-            if question.startswith("off-policy"):
-                ends.append(_half_right(answer["curves"].get("rollout/accuracy", {}).get(name, {})))
-            by_seed = _list(arm["results"], ".3f", seeds, arm["fell_at_step"])
-            rows.append(
-                f"  {name:<24} {by_seed:<20} {_list(arm['above'], '+.3f', seeds):<22}"
-                f" {_shown(arm['above_interval']):<24} {_mean(arm['time_s'].values()):>5.0f}  {', '.join(ends)}"
-            )
-        rows.append("")
+    for arm, each in arms.items():
+        ends = [f"{metric.rpartition('/')[2]} {_end(results, metric, arm)}" for metric in _ENDS if metric in results["curves"]]
+        if "off-policy" in name:
+            ends.append(_half_right(results["curves"].get("rollout/accuracy", {}).get(arm, {})))
+        by_seed = _list(each["results"], ".3f", seeds, each["fell_at_step"])
+        rows.append(
+            f"  {arm:<29} {by_seed:<20} {_list(each['above'], '+.3f', seeds):<22}"
+            f" {_shown(each['above_interval']):<24} {_mean(each['time_s'].values()):>5.0f}  {', '.join(ends)}"
+        )
     if results["missing"]:
-        rows.append(f"not run, or not to the end: {', '.join(results['missing'])}")
-    return "\n".join(rows).rstrip()
+        rows += ["", f"not run, or not to the end: {', '.join(results['missing'])}"]
+    return "\n".join(rows)
 
 
 _ENDS = (
@@ -189,9 +182,9 @@ _ENDS = (
 )
 
 
-def _end(answer: Mapping[str, Any], metric: str, arm: str) -> str:
+def _end(results: Mapping[str, Any], metric: str, arm: str) -> str:
     """The mean of the last five steps over all seeds."""
-    values = [point[2] for curve in answer["curves"][metric].get(arm, {}).values() for point in curve[-5:]]
+    values = [point[2] for curve in results["curves"][metric].get(arm, {}).values() for point in curve[-5:]]
     return f"{_mean(values):.3g}" if values else "–"
 
 
@@ -209,23 +202,23 @@ def _mean(values: Any) -> float:
     return sum(known) / len(known) if known else float("nan")
 
 
-def write_plots(results: Mapping[str, Any]) -> None:
-    """Of each question its curves by step; of off-policy by seconds too."""
-    for question, answer in results["questions"].items():
-        for metric, (ending, title) in _DRAWN.items():
-            if ending and question not in _FURTHER:
-                continue
-            arms = answer["curves"].get(metric, {})
-            by_step, by_time = (
-                {arm: [[(point[x], point[2]) for point in curve] for curve in seeds.values()] for arm, seeds in arms.items()}
-                for x in (0, 1)
-            )
-            if sum(bool(curves) for curves in by_step.values()) < 2:  # nothing to compare yet
-                continue
-            _write(question + ending, f"{question}: {title}", by_step, "step", unit_of(metric))
-            if question.startswith("off-policy") and metric.endswith("/accuracy"):
-                first = {arm: curves[:1] for arm, curves in by_time.items()}
-                _write(f"{question}{ending}-time", f"{question}: {title}, the first seed", first, "seconds", unit_of(metric))
+def write_plots(name: str, results: Mapping[str, Any]) -> None:
+    """The curves of a sweep by step; of off-policy by seconds too."""
+    question = question_of(name)
+    for metric, (ending, title) in _DRAWN.items():
+        if ending and not question.startswith(_FURTHER):
+            continue
+        arms = results["curves"].get(metric, {})
+        by_step, by_time = (
+            {arm: [[(point[x], point[2]) for point in curve] for curve in seeds.values()] for arm, seeds in arms.items()}
+            for x in (0, 1)
+        )
+        if sum(bool(curves) for curves in by_step.values()) < 2:  # nothing to compare yet
+            continue
+        _write(question + ending, f"{question}: {title}", by_step, "step", unit_of(metric))
+        if question.startswith("off-policy") and metric.endswith("/accuracy"):
+            first = {arm: curves[:1] for arm, curves in by_time.items()}
+            _write(f"{question}{ending}-time", f"{question}: {title}, the first seed", first, "seconds", unit_of(metric))
 
 
 def _write(
@@ -239,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="holds a directory for each sweep")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--only", choices=SWEEPS, help="run this sweep alone")
+    parser.add_argument("--only", choices=SWEEPS, help="run only this sweep")
     parser.add_argument("--draw", action="store_true", help="run nothing: write what earlier calls left")
     options = parser.parse_args(arguments)
     has_failed = False
@@ -250,22 +243,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 log = run_sweep(sweep, options.runs / name, jobs=options.jobs, progress=progress, command=command_of(name))
             has_failed = has_failed or bool(log.failures)
         if (options.runs / name / "sweep.json").exists():
-            print(write_results(name, options.runs))
+            print(write_results(name, options.runs / name) + "\n")
     return 1 if has_failed else 0
 
 
-def add_before(results: Mapping[str, Any], runs: Path) -> None:
-    """Of each arm and seed how accurate it was before, where an evaluation called so tells."""
-    for question, answer in results["questions"].items():
-        for name, arm in answer["arms"].items():
-            of_seed = {seed: runs / QUESTIONS[question][0] / f"{name}-seed-{seed}" for seed in arm["results"]}
-            found = {seed: read_run(RunDirectory(path)).evaluations for seed, path in of_seed.items() if path.exists()}
-            arm["before"] = {
-                seed: round(each.figures["accuracy"], _DIGITS)
-                for seed, evaluations in found.items()
-                for each in evaluations
-                if each.stage == "before"
-            }
+def add_before(results: Mapping[str, Any], directory: Path) -> None:
+    """Of each arm and seed the accuracy before, where an evaluation is called so."""
+    for name, arm in results["arms"].items():
+        evaluations = {seed: read_run(RunDirectory(directory / f"{name}-seed-{seed}")).evaluations for seed in arm["results"]}
+        arm["before"] = {
+            seed: round(each.figures["accuracy"], _DIGITS)
+            for seed, of_run in evaluations.items()
+            for each in of_run
+            if each.stage == "before"
+        }
 
 
 def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
@@ -284,18 +275,21 @@ def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
     return "\n".join(parts).rstrip()
 
 
-def write_results(name: str, runs: Path) -> str:
-    """What a sweep in `runs` came to, so far, as files and as the table of it."""
-    results = summarise(name, read_json(runs / name / "sweep.json"))
-    add_before(results, runs)
-    shown = RunDirectory(runs / ABLATIONS / "defaults-seed-0")
-    if name == ABLATIONS and shown.stage("rl").done.exists():
+def write_results(name: str, directory: Path) -> str:
+    """What a sweep in `directory` came to, so far, as files and as the table of it."""
+    sweep = read_json(directory / "sweep.json")
+    results = summarise(name, sweep)
+    add_before(results, directory)
+    runs = [RunDirectory(directory / f"{run['arm']}-seed-{run['seed']}") for run in sweep["runs"]]
+    results["provenance"] = provenance([run for run in runs if run.manifest.exists()], ROOT)
+    shown = RunDirectory(directory / f"{SWEEPS[name][0]}-seed-0")
+    if name == BASELINES and shown.stage("rl").done.exists():
         write_text(RESULTS / "cs336" / "rollouts.txt", rollouts_over_time(shown, (1, 5, 20, 40)) + "\n")
     text = json.dumps(results, separators=(",", ":"), allow_nan=False)  # curves are long, a number a line
     write_text(RESULTS / f"faithful-{name}.json", text + "\n")
-    write_text(RESULTS / f"faithful-{name}.txt", table(results) + "\n")
-    write_plots(results)
-    return table(results)
+    write_text(RESULTS / f"faithful-{name}.txt", table(name, results) + "\n")
+    write_plots(name, results)
+    return table(name, results)
 
 
 if __name__ == "__main__":
