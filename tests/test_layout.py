@@ -107,7 +107,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "recipe": 1073,
     "reports": 2798,  # 3500
     "rewards": 3737,  # 2600
-    "rollout": 5174,
+    "rollout": 5180,
     "runs": 671,
     "sandbox": 10543,  # 10500
     "simulation": 926,  # 900
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 318  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 45_403  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 64_214  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 45_397  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 64_204  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

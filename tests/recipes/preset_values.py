@@ -107,11 +107,20 @@ _ARPO_RELEASED = {
 
 def _arpo_eval(stage: str, **values: Any) -> Values:
     """The terms of the released evaluation scripts."""
-    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1}
+    sampling = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "max_turn_tokens": 4096,
+    }
     return {
         **_under(f"stages.{stage}.", kind="eval", init="rl", prompt="arpo", k=5, split="test", tools="real", **values),
         **_under(f"stages.{stage}.sampling.", **sampling),
-        **_under(f"stages.{stage}.limits.", max_calls=5 + 10),
+        f"stages.{stage}.sampling.max_turn_tokens": 4096,
+        f"stages.{stage}.limits.max_calls_per_tool": {"python": 5, "search": 10},
+        f"stages.{stage}.limits.max_calls": None,
     }
 
 

@@ -10,7 +10,6 @@ from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox
 from strop.tools import Python
-from strop.tools.limits import CallLimits, LimitedTool
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.python import PythonTool
 from strop.types import Completion, FinishReason, StopReason, Task, ToolOutcome
@@ -164,7 +163,7 @@ def test_a_call_beyond_the_tool_budget_ends_the_rollout_and_is_not_run():
 
 def test_calls_beyond_a_tools_own_limit_are_refused_and_the_rollout_goes_on():
     tool = Adder()
-    limited = environment(LimitedTool(tool, CallLimits(max_calls=2)))
+    limited = environment(tool, max_calls_per_tool={"add": 2})
     first, second, third = play(limited, *(completion(each) for each in (call(), call() * 2, call() + call(name="subtract"))))
     assert outcomes(first) == [ToolOutcome.STDOUT]
     assert outcomes(second) == [ToolOutcome.STDOUT, ToolOutcome.REJECTED]
@@ -174,9 +173,14 @@ def test_calls_beyond_a_tools_own_limit_are_refused_and_the_rollout_goes_on():
     assert len(tool.seeds) == 2
 
 
+def test_a_limit_of_a_tool_that_is_not_there_is_an_error():
+    with pytest.raises(ConfigError, match=r"max_calls_per_tool: there is no tool 'subtract'.*: add\."):
+        environment(Adder(), max_calls_per_tool={"subtract": 2})
+
+
 def test_a_branch_has_what_is_left_of_a_tools_own_limit():
     async def branch():
-        parent = environment(LimitedTool(Adder(), CallLimits(max_calls=2)))
+        parent = environment(Adder(), max_calls_per_tool={"add": 2})
         await parent.start()
         await parent.step(completion(call()), num_tokens_left=PLENTY)
         child = await parent.fork(seed=1)

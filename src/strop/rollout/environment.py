@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Protocol, TypeVar, runtime_checkable
 
 from pydantic import Field
 
@@ -89,6 +89,9 @@ class RolloutLimits(Config):
     max_calls: int | None = Field(
         default=None, ge=0, le=10**9, description="Most calls that are run in a rollout. ARPO's limit is 3 or 6."
     )
+    max_calls_per_tool: Mapping[str, Annotated[int, Field(ge=0, le=10**9)]] = Field(
+        default={}, description="Most calls of a rollout, by tool; further ones are refused, and the rollout goes on."
+    )
     forced_eos: bool = Field(
         default=False, description="End a rollout that wants more than `max_calls` with the end of a turn, not trained on."
     )
@@ -126,7 +129,7 @@ class ToolEnvironments:
     """Makes one environment per rollout; what all rollouts share is here.
 
     Raises:
-        ConfigError: two tools have one name.
+        ConfigError: two tools have one name, or a limit names none of them.
     """
 
     def __init__(
@@ -148,6 +151,9 @@ class ToolEnvironments:
             names = [tool.spec.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"tools: two of them are called {twice!r}, so a call could mean either. Rename one.")
+        for name in limits.max_calls_per_tool.keys() - self.tools.keys():
+            known = ", ".join(self.tools) or "none"
+            raise ConfigError(f"limits.max_calls_per_tool: there is no tool {name!r}. Name one that the stage has: {known}.")
         self.format = make_call_format(prompt.calls, [tool.spec for tool in tools])
 
     @property
@@ -263,11 +269,11 @@ class ToolEnvironment:
         return replace(call, arguments=arguments)
 
     def _within_tool_limits(self, calls: Sequence[ToolCall | ParsedCall]) -> list[ToolCall | ParsedCall]:
-        """`calls`, those beyond the `max_calls` of their tools as refused, in the words of ARPO's evaluation."""
+        """`calls`, those beyond `limits.max_calls_per_tool` as refused, in the words of ARPO's evaluation."""
         num_used, found = self._num_run.copy(), list[ToolCall | ParsedCall]()
         for each in calls:
             if isinstance(each, ParsedCall):
-                limit = self._tools[each.name].max_calls
+                limit = self._limits.max_calls_per_tool.get(each.name)
                 num_used[each.name] += 1
                 if limit is not None and num_used[each.name] > limit:
                     text = f"The maximum {each.name} call limit is exceeded. You are not allowed to use {each.name}."

@@ -27,9 +27,6 @@ class CallLimits(Config):
     parameters: Mapping[str, Any] = Field(
         default={}, description="JSON schema of the arguments, as the prompt shows it. Default: the tool's own."
     )
-    max_calls: int | None = Field(
-        default=None, ge=0, le=10**9, description="Most calls of one rollout; further ones are refused, and it goes on."
-    )
     max_running: int | None = Field(
         default=None, ge=1, le=10**9, description="Most calls of all rollouts that run at once; further ones wait."
     )
@@ -48,10 +45,6 @@ class WrappedTool(Tool):
     @property
     def longest_call_s(self) -> float:
         return self._tool.longest_call_s
-
-    @property
-    def max_calls(self) -> int | None:
-        return self._tool.max_calls
 
     def around(self, tool: Tool) -> Tool:
         """Return this wrapper around another start or fork of its tool."""
@@ -91,10 +84,6 @@ class LimitedTool(WrappedTool):
         description, parameters = self._config.description or own.description, self._config.parameters or own.parameters
         return replace(own, description=description, parameters=parameters)
 
-    @property
-    def max_calls(self) -> int | None:
-        return self._tool.max_calls if self._config.max_calls is None else self._config.max_calls
-
     def around(self, tool: Tool) -> Tool:
         return LimitedTool(tool, self._config, self._places)
 
@@ -115,7 +104,7 @@ def limited(tools: Sequence[Tool], config: CallLimits, *, key: str) -> Sequence[
     Raises:
         ConfigError: it describes one tool, and there are several.
     """
-    if not (config.description or config.parameters or config.max_running) and config.max_calls is None:
+    if not (config.description or config.parameters or config.max_running):
         return tools
     if (config.description or config.parameters) and len(tools) != 1:
         names = ", ".join(tool.spec.name for tool in tools)

@@ -99,11 +99,6 @@ class Tool(ToolKind):
         """What the prompt shows of the tool."""
 
     @property
-    def max_calls(self) -> int | None:
-        """Most calls of one rollout; None: no limit."""
-        return None
-
-    @property
     def longest_call_s(self) -> float:
         """Within how many seconds every call has come to an end by the tool's own limits; 0: it sets none.
 
