@@ -56,7 +56,7 @@ class Probe:
     """Asks for the entropies of a completion's first tokens while the rest is sampled.
 
     An engine that can tell them earlier than the completion calls `tell` once, in the caller's thread, if the completion is
-    long enough; never after `complete` has returned or raised. Other engines ignore it. With `num_tokens` 0 nothing
+    long enough; never after `complete` has returned or raised. Others (SGLang) ignore it. With `num_tokens` 0 nothing
     is asked: a server calls `tell` before it samples, the embedded engine after the first token.
     """
 

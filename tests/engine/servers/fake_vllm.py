@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -143,13 +144,15 @@ class FakeVllm:
             raise web.HTTPInternalServerError(text=str(refusal))
         return web.json_response({"results": [None]})
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         if self.asleep:
             raise web.HTTPInternalServerError(text=f"{self.asleep} is asleep")
         body = await request.json()
         if "model" in body and body["model"] not in self.adapters:
             raise web.HTTPNotFound(text=f"The model `{body['model']}` does not exist.")
-        await asyncio.sleep(self.seconds.get(body["token_ids"][-1], 0.0))
+        pause_s = self.seconds.get(body["token_ids"][-1], 0.0)
+        if not body.get("stream"):
+            await asyncio.sleep(pause_s)
         params = body["sampling_params"]
         ids = [(body["token_ids"][-1] + 1 + index) % 67 for index in range(params["max_tokens"])]
         end = next((index for index, each in enumerate(ids) if each in params["stop_token_ids"]), None)
@@ -159,6 +162,23 @@ class FakeVllm:
             "finish_reason": "length" if end is None else "stop",
             "token_ids": ids,
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
-            "logprobs": {"content": [{"token_id": each, "logprob": -0.5} for each in ids]},
+            "logprobs": {"content": [self._logprobs(each, params["logprobs"]) for each in ids]},
         }
-        return web.json_response({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": None}}})
+        usage = {"prompt_tokens_details": {"cached_tokens": None}}
+        if not body.get("stream"):
+            return web.json_response({"choices": [choice], "usage": usage})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for index, (each, logprobs) in enumerate(zip(ids, choice["logprobs"]["content"], strict=True)):
+            of_token = {"index": 0, "token_ids": [each], "logprobs": {"content": [logprobs]}}
+            is_last = index + 1 == len(ids)
+            end = {key: choice[key] if is_last else None for key in ("finish_reason", "weight_versions")}
+            await response.write(f"data: {json.dumps({'choices': [of_token | end], 'usage': None})}\n\n".encode())
+            await asyncio.sleep(pause_s if index == 1 else 0.0)
+        for last in (json.dumps({"choices": [], "usage": usage}), "[DONE]"):
+            await response.write(f"data: {last}\n\n".encode())
+        return response
+
+    @staticmethod
+    def _logprobs(token: int, num: int) -> dict[str, Any]:
+        return {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": 0, "logprob": -0.5}] * num}

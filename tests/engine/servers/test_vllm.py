@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from strop.engine.opening import open_engines
+from strop.engine.protocol import Entropies, Probe
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
 from strop.training import Trainer, TrainerConfig
 from strop.training.config import LoraConfig
@@ -79,6 +81,27 @@ def test_greedy_decoding_reports_logprobs_at_temperature_1(tiny_vllm):
         completion = await engine.complete(make_request("a", [1, 2, 3], temperature=0.0))
         theirs = _logprobs(model, [1, 2, 3, *completion.ids], 3)
         assert completion.logprobs == pytest.approx(theirs, abs=1e-4)
+
+    tiny_vllm.run(scenario())
+
+
+def test_a_probe_has_its_entropies_while_the_rest_is_sampled(tiny_vllm):
+    async def scenario():
+        engine = tiny_vllm.engine()
+        await publish(engine, make_model("llama"))
+        request = make_request("a", [1, 2, 3], max_tokens=90, temperature=0.0, entropies=Entropies.TOP10)
+        told = asyncio.Future()
+        running = asyncio.create_task(engine.complete(replace(request, probe=Probe(num_tokens=5, tell=told.set_result))))
+        entropies = await told
+        assert not running.done()
+        whole = await engine.complete(replace(request, id="b"))
+        completion = await running
+        assert (completion.ids, len(completion.ids)) == (whole.ids, 90)
+        assert (completion.logprobs, completion.entropies) == (
+            pytest.approx(whole.logprobs, abs=1e-4),
+            pytest.approx(whole.entropies, abs=1e-4),
+        )
+        assert completion.entropies[:5] == entropies
 
     tiny_vllm.run(scenario())
 

@@ -1,6 +1,7 @@
 """What a vLLM server must tell before a token of it is believed, against a double that reads weights as vLLM's worker does."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -9,7 +10,7 @@ import torch
 
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
-from strop.engine.protocol import Capacity, Probe, checksum_of
+from strop.engine.protocol import Capacity, Entropies, Probe, checksum_of
 from strop.engine.published_files import write_adapter
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.rollout.scheduler.engine_pool import EnginePool
@@ -77,6 +78,24 @@ def test_a_probe_that_asks_for_no_entropy_is_answered_before_the_completion_and_
 
     run(model, FakeVllm(seconds={7: 60.0}), scenario)
     assert told == [()]
+
+
+def test_a_probe_has_its_entropies_while_the_rest_is_sampled_and_the_answer_is_that_of_one_piece(model):
+    async def scenario(engine):
+        await publish(engine, make_model("llama", seed=1), version=4)
+        told = asyncio.Future()
+        probe = Probe(num_tokens=2, tell=told.set_result)
+        request = make_request("a", [1, 7], max_tokens=4, entropies=Entropies.TOP10)
+        running = asyncio.create_task(engine.complete(replace(request, probe=probe)))
+        entropies = await told
+        assert not running.done()
+        completion = await running
+        assert completion == await engine.complete(replace(request, id="b"))
+        assert (completion.ids, completion.entropies[:2]) == ((8, 9, 10, 11), entropies)
+        late = Probe(num_tokens=9, tell=lambda _: pytest.fail("the completion is shorter"))
+        assert await engine.complete(replace(request, id="c", probe=late)) == completion
+
+    run(model, FakeVllm(seconds={7: 0.2}), scenario)
 
 
 @pytest.mark.parametrize(

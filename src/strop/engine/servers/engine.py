@@ -21,7 +21,7 @@ from strop.engine.protocol import (
 )
 from strop.engine.publication import Publication
 from strop.engine.published_files import is_adapter, naming_damage
-from strop.engine.servers.server import Answer, Server, completion_of
+from strop.engine.servers.server import Answer, Likeliest, Server, completion_of, entropy_of
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
@@ -349,7 +349,14 @@ class ServerEngine:
 
     async def _ask(self, request: CompletionRequest) -> Answer:
         await self._keep_prefixes()
-        return await self._server.complete(request, timeout_s=None)
+        if request.probe is None or request.probe.num_tokens == 0:
+            return await self._server.complete(request, timeout_s=None)
+        tell = request.probe.tell
+
+        def begun(likeliest: Likeliest) -> None:
+            tell(tuple(entropy_of(each, request.entropies, vocab_size=self._model.vocab_size) for each in likeliest))
+
+        return await self._server.complete(request, timeout_s=None, begun=begun)
 
     async def _keep_prefixes(self) -> None:
         """Before a request takes memory: use what idle conversations have cached, where the server would take that first."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -50,7 +50,7 @@ class ServerClient:
 
     async def get(self, path: str, *, timeout_s: float, query: Mapping[str, str] = MappingProxyType({})) -> Any:
         """See `post`."""
-        return _parse(self.name, path, await self._send("GET", path, None, query, timeout_s))
+        return _parse(self.name, path, (await self._send("GET", path, None, query, timeout_s)).content)
 
     async def get_text(self, path: str, *, timeout_s: float) -> str:
         return (await self._send("GET", path, None, {}, timeout_s)).text
@@ -72,7 +72,22 @@ class ServerClient:
             StropError: an answer of 4xx: the request was wrong.
         """
         response = await self._send("POST", path, body, query, timeout_s)
-        return _parse(self.name, path, response) if parsed else None
+        return _parse(self.name, path, response.content) if parsed else None
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """The parsed events of an answer that comes in parts, without a deadline. Raises as `post`."""
+        try:
+            timeout = httpx2.Timeout(None, connect=_CONNECT_S)
+            async with self._http.stream("POST", path, json=body, timeout=timeout) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    self._refuse(path, response)
+                async for line in response.aiter_lines():
+                    event = line.removeprefix("data: ")
+                    if event and event != "[DONE]":
+                        yield _parse(self.name, path, event)
+        except httpx2.HTTPError as error:
+            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
 
     async def is_up(self, path: str, *, timeout_s: float = _CONNECT_S) -> bool:
         """Whether `path` is answered with 200. Never raises."""
@@ -94,23 +109,31 @@ class ServerClient:
             raise EngineLost(f"{self.name} did not answer {path} within {timeout_s or _CONNECT_S:g} s.") from error
         except httpx2.HTTPError as error:
             raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
+        self._refuse(path, response)
+        return response
+
+    def _refuse(self, path: str, response: httpx2.Response) -> None:
+        """Raise if the answer is of 4xx or 5xx."""
         if response.status_code >= 500:
             raise EngineLost(f"{self.name} failed at {path} ({response.status_code}): {response.text[:_SHOWN]}")
         if response.status_code >= 400:
             raise StropError(f"{self.name} refused {path} ({response.status_code}): {response.text[:_SHOWN]}")
-        return response
 
 
-def _parse(name: str, path: str, response: httpx2.Response) -> Any:
-    if not response.content:
+def _parse(name: str, path: str, text: str | bytes) -> Any:
+    if not text:
         return None
     try:
-        return response.json()
+        return json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EngineLost(f"{name} answered {path} with something that is not JSON: {response.text[:_SHOWN]!r}") from error
+        raise EngineLost(f"{name} answered {path} with something that is not JSON: {text[:_SHOWN]!r}") from error
 
 
 SaidT = TypeVar("SaidT", bound="Said")
+
+
+Likeliest = Sequence[Sequence[float]]
+"""At each position log-probs of the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +145,7 @@ class Answer:
     is_stopped: bool  # by a stop id or string; False: by its length
     cached_tokens: int
     spans: Sequence[tuple[str, int]]  # labels of weights, each with the number of tokens that they sampled
-    likeliest: Sequence[Sequence[float]] = ()  # log-probs of the likeliest tokens at each position, if they were asked for
+    likeliest: Likeliest = ()  # if they were asked for
 
 
 def completion_of(
@@ -227,8 +250,15 @@ class Server(ABC, Generic[ConfigT]):
         return await cls(ServerClient(f"{cls.title} at {address}", address), config)._ready()
 
     @abstractmethod
-    async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
-        """Sample; a cancelled call ends the request in the server, too."""
+    async def complete(
+        self, request: CompletionRequest, *, timeout_s: float | None, begun: Callable[[Likeliest], None] | None = None
+    ) -> Answer:
+        """Sample; a cancelled call ends the request in the server, too.
+
+        Args:
+            begun: of a request with a probe: called with the first tokens as soon as there are as many as it asks for, by
+                servers that can.
+        """
 
     @abstractmethod
     async def progress(self) -> int:

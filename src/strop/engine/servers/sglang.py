@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -23,6 +24,7 @@ from strop.engine.protocol import Capacity, CompletionRequest, Truncation
 from strop.engine.servers.server import (
     ASK_S,
     Answer,
+    Likeliest,
     Said,
     Server,
     ServerClient,
@@ -55,7 +57,9 @@ class SglangServer(Server[SglangConfig]):
         server = cls(ServerClient(name, f"http://127.0.0.1:{port}"), config)
         return await server._run(command_line(model, config, port), environment=environment(config), log=log)
 
-    async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
+    async def complete(
+        self, request: CompletionRequest, *, timeout_s: float | None, begun: Callable[[Likeliest], None] | None = None
+    ) -> Answer:
         rid = uuid.uuid4().hex
         try:
             answer = await self._client.post("/generate", to_body(request, rid), timeout_s=timeout_s)

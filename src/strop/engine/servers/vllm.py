@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -27,6 +28,7 @@ from strop.engine.servers.server import (
     ASK_S,
     MAX_LOGPROBS,
     Answer,
+    Likeliest,
     Said,
     Server,
     ServerClient,
@@ -72,14 +74,38 @@ class VllmServer(Server[VllmConfig]):
         server = cls(ServerClient(name, "http://vllm", socket=folder / _SOCKET), config, folder)
         return await server._run(command_line(model, config, folder), environment=environment(config), log=log)
 
-    async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
+    async def complete(
+        self, request: CompletionRequest, *, timeout_s: float | None, begun: Callable[[Likeliest], None] | None = None
+    ) -> Answer:
         adapter, body = (self._adapters or [""])[-1], to_body(request)
         if adapter:
             body["model"] = adapter
-        answer = parse_answer(await self._client.post(_GENERATE, body, timeout_s=timeout_s), server=self.name)
+        if begun is not None and request.probe is not None:
+            said = await self._streamed(body, request.probe.num_tokens, begun)
+        else:
+            said = await self._client.post(_GENERATE, body, timeout_s=timeout_s)
+        answer = parse_answer(said, server=self.name)
         if adapter and all(label == self._label for label, _ in answer.spans):
             return replace(answer, spans=[(adapter, len(answer.ids))])
         return answer
+
+    async def _streamed(self, body: Mapping[str, Any], num_tokens: int, begun: Callable[[Likeliest], None]) -> Any:
+        """What is answered to `body`, which comes in parts, as it would come whole; `begun` once `num_tokens` have come."""
+        ids, sampled = list[int](), list[_Sampled]()
+        usage, last = None, dict[str, Any]()
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with contextlib.aclosing(self._client.stream(_GENERATE, body)) as events:
+            async for event in events:
+                part, num_before = read(_Part, event, server=self.name), len(sampled)
+                usage = event.get("usage") or usage
+                for number, choice in enumerate(part.choices):
+                    ids += choice.token_ids
+                    sampled += choice.logprobs.content if choice.logprobs is not None else []
+                    last = event["choices"][number]
+                if num_before < num_tokens <= len(sampled):
+                    begun([_likeliest(each) for each in sampled[:num_tokens]])
+        logprobs = {"content": [each.model_dump() for each in sampled]}
+        return {"usage": usage, "choices": [{**last, "token_ids": ids, "logprobs": logprobs}]}
 
     async def progress(self) -> int:
         return parse_progress(await self._client.get_text("/metrics", timeout_s=ASK_S))
@@ -294,6 +320,15 @@ class _Choice(Said):
     weight_versions: list[_Span]
 
 
+class _Piece(Said):
+    token_ids: list[int]
+    logprobs: _Logprobs | None = None  # not where the request was aborted
+
+
+class _Part(Said):
+    choices: list[_Piece]  # none in the last, which has the usage
+
+
 class _PromptDetails(Said):
     cached_tokens: int | None = None
 
@@ -348,11 +383,15 @@ def parse_answer(body: Any, *, server: str) -> Answer:
     return Answer(
         ids=choice.token_ids,
         logprobs=[_logprob(each) for each in sampled],
-        likeliest=[[_logprob(top) for top in each.top_logprobs] for each in sampled],
+        likeliest=[_likeliest(each) for each in sampled],
         is_stopped=reason == "stop",
         cached_tokens=generated.cached_tokens,
         spans=[(span.version, span.end - span.start) for span in choice.weight_versions],
     )
+
+
+def _likeliest(said: _Sampled) -> list[float]:
+    return [_logprob(each) for each in said.top_logprobs]
 
 
 def _logprob(said: _Logprob) -> float:
