@@ -131,11 +131,6 @@ _JUDGED = _keys(
 _AIME24 = _arpo_eval("aime24", num_tasks=30, **{"tasks.dataset": "aime24", "reward.parts.accuracy.kind": "math"})
 _GAIA = {**_arpo_eval("gaia", num_tasks=103, **{"tasks.dataset": "gaia"}), **_JUDGED}
 
-_PROGRAM = (  # what LiveCodeBench's lcb_runner writes after a problem of standard input and output
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs)."
-    " Enclose your code within delimiters as follows.\n```python\n# YOUR CODE HERE\n```"
-)
-
 # DeepSeek-R1 (arXiv 2501.12948): 8192 outputs a rollout, 16 mini-batches, one inner epoch, a new reference every 400 updates.
 _R1 = {
     **_PLAIN,
@@ -149,7 +144,6 @@ _R1 = {
     **_under("stages.rl.reward.parts.format.", kind="format", is_prefilled=False, newlines=False, weight=1.0),
     **_under("stages.rl.tasks.", kind="mixture", **{"parts.math.dataset": "dapo-math-17k-processed"}),
     **_under("stages.rl.tasks.", **{"parts.code.dataset": "apps", "parts.logic.kind": "knights"}),
-    "stages.rl.tasks.parts.code.wording": f"{{question}}\n\n{_PROGRAM}",
     **_under("stages.rl.tasks.weights.", math=26, code=17, logic=15),
     **_under("stages.rl.reward.parts.code.", kind="code", weight=1.0, **{"where.domain": ["code"]}),
     **_under("stages.rl.reward.parts.logic.", kind="function", weight=1.0, **{"where.domain": ["logic"]}),

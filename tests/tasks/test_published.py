@@ -28,10 +28,15 @@ CONTEST = {
     "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(PRIVATE))).decode(),  # as code_generation_lite has them
     "metadata": '{"func_name": "add"}',
 }
-CONTEST_QUESTION = (
+OF_FUNCTION = (  # LiveCodeBench's words
     "### Question:\nAdd.\n\n### Format: You will use the following starter code to write the solution to the problem and"
     " enclose your code within delimiters.\n```python\nclass Solution:\n    def add(self, a, b):\n```\n\n### Answer: (use the"
     " provided format with backticks)"
+)
+OF_PROGRAM = (
+    "### Question:\nAdd.\n\n### Format: Read the inputs from stdin solve the problem and write the answer to stdout (do not"
+    " directly test on the sample inputs). Enclose your code within delimiters as follows.\n```python\n# YOUR CODE HERE\n```"
+    "\n\n### Answer: (use the provided format with backticks)"
 )
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer"
@@ -127,14 +132,14 @@ ROWS = [
     (
         "apps",
         {"problem_id": 1, "question": "Add.", "input_output": '{"inputs": ["1 2"], "outputs": ["3"]}', "difficulty": "easy"},
-        "Add.",
+        OF_PROGRAM,
         '{"inputs": ["1 2"], "outputs": ["3"]}',
         "difficulty",
     ),
     (
         "livecodebench",
         CONTEST,
-        CONTEST_QUESTION,
+        OF_FUNCTION,
         '{"fn_name": "add", "inputs": ["[1]\\n2", "[3]\\n4"], "outputs": ["3", "7"]}',
         "difficulty",
     ),
@@ -262,6 +267,18 @@ def test_packed_tests_hold_text_only(tmp_path, packed, why):
     path = write_jsonl(tmp_path / "rows.jsonl", CONTEST | {"private_test_cases": packed})
     with pytest.raises(TaskError, match=rf"rows\.jsonl:1: its tests cannot be read: {why}"):
         load_rows(JsonlRows(path=path, dataset="livecodebench"), split="train")
+
+
+def test_a_row_of_apps_whose_tests_call_a_function_shows_its_head_or_is_skipped(tmp_path):
+    row = {"problem_id": 1, "question": "Add.", "input_output": '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}'}
+    rows = [
+        row | {"difficulty": "easy", "starter_code": code} for code in ("\nclass Solution:\n    def add(self, a, b):\n", "")
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(TaskError, match=r"rows\.jsonl:2: its tests call a function, whose head it does not show"):
+        load_rows(JsonlRows(path=path, dataset="apps"), split="train")
+    [task] = load_rows(JsonlRows(path=path, dataset="apps", bad_rows="skip"), split="train")
+    assert task.question == OF_FUNCTION
 
 
 @pytest.mark.parametrize("dataset", ["gsm8k", "arpo-mix"])

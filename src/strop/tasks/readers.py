@@ -216,19 +216,31 @@ class RightLetter(Choices):
         return _LETTERS[self.ordered(row).index(Read(self.right)(row).strip())]
 
 
-def contest_question(row: Row) -> str:
-    """A problem of LiveCodeBench in the words of its `lcb_runner/prompts/code_generation.py`."""
-    starter = row.get("starter_code")
-    form = (
-        "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
-        if starter
-        else "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample"
-        " inputs). Enclose your code within delimiters as follows."
-    )
-    return (
-        f"### Question:\n{Read('question_content')(row)}\n\n### Format: {form}\n```python\n{starter or '# YOUR CODE HERE'}\n```"
-        "\n\n### Answer: (use the provided format with backticks)"
-    )
+@dataclass(frozen=True, slots=True)
+class ContestQuestion:
+    """A programming problem in the words of LiveCodeBench's `lcb_runner/prompts/code_generation.py`.
+
+    A row with `starter_code` asks for its function, another for a program that reads its input. One of APPS that would be
+    judged by a function and does not show its head is unreadable.
+    """
+
+    column: str
+
+    def __call__(self, row: Row) -> str:
+        starter = str(row.get("starter_code") or "").strip("\n")
+        if not starter and '"fn_name"' in str(row.get("input_output")):
+            raise Unreadable("its tests call a function, whose head it does not show")
+        form = (
+            "You will use the following starter code to write the solution to the problem and enclose your code within"
+            " delimiters."
+            if starter
+            else "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the"
+            " sample inputs). Enclose your code within delimiters as follows."
+        )
+        return (
+            f"### Question:\n{Read(self.column)(row)}\n\n### Format: {form}\n```python\n{starter or '# YOUR CODE HERE'}\n```"
+            "\n\n### Answer: (use the provided format with backticks)"
+        )
 
 
 def contest_tests(row: Row) -> str:
