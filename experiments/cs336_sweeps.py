@@ -235,16 +235,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=SWEEPS, help="run only this sweep")
     parser.add_argument("--draw", action="store_true", help="run nothing: write what earlier calls left")
     options = parser.parse_args(arguments)
-    has_failed = False
+    is_whole = True
     for name in (options.only,) if options.only else SWEEPS:
         if not options.draw:
             sweep = load_sweep(ROOT / "recipes" / "sweeps" / f"{name}.toml")
             with SweepConsole() as progress:
-                log = run_sweep(sweep, options.runs / name, jobs=options.jobs, progress=progress, command=command_of(name))
-            has_failed = has_failed or bool(log.failures)
+                run_sweep(sweep, options.runs / name, jobs=options.jobs, progress=progress, command=command_of(name))
         if (options.runs / name / "sweep.json").exists():
-            print(write_results(name, options.runs / name) + "\n")
-    return 1 if has_failed else 0
+            results = write_results(name, options.runs / name)
+            is_whole = is_whole and not results["missing"]
+            print(table(name, results) + "\n")
+    return 0 if is_whole else 1  # an arm that nothing rewards any more is a result, too
 
 
 def add_before(results: Mapping[str, Any], directory: Path) -> None:
@@ -275,8 +276,8 @@ def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
     return "\n".join(parts).rstrip()
 
 
-def write_results(name: str, directory: Path) -> str:
-    """What a sweep in `directory` came to, so far, as files and as the table of it."""
+def write_results(name: str, directory: Path) -> dict[str, Any]:
+    """Write what a sweep in `directory` came to, so far."""
     sweep = read_json(directory / "sweep.json")
     results = summarise(name, sweep)
     add_before(results, directory)
@@ -289,7 +290,7 @@ def write_results(name: str, directory: Path) -> str:
     write_text(RESULTS / f"faithful-{name}.json", text + "\n")
     write_text(RESULTS / f"faithful-{name}.txt", table(name, results) + "\n")
     write_plots(name, results)
-    return table(name, results)
+    return results
 
 
 if __name__ == "__main__":
