@@ -121,6 +121,7 @@ def _arpo_eval(stage: str, **values: Any) -> Values:
         f"stages.{stage}.sampling.max_turn_tokens": 4096,
         f"stages.{stage}.limits.max_calls_per_tool": {"python": 5, "search": 10},
         f"stages.{stage}.limits.max_calls": None,
+        "tools.search.max_result_chars": 1000,
     }
 
 

@@ -84,6 +84,14 @@ def test_results_without_text_are_left_out_and_no_more_are_shown_than_were_asked
     assert one.text == "Page 1: Oslo: A city in Norway."
 
 
+def test_of_a_long_result_the_head_is_kept_and_the_others_are_whole() -> None:
+    long = {"results": [{"title": "Oslo", "text": "a" * 50}, {"text": "b"}]}
+    with serving(lambda asked, number: Answer(body=long)) as server:
+        cut = with_tool({**FAST, "url": server.url}, lambda tool: gather(tool, ["oslo"]), max_result_chars=20)
+        [result] = asyncio.run(cut)
+    assert result.text == "Page 1: Oslo: aaaaaa\nPage 2: b"
+
+
 @pytest.mark.parametrize(
     ("config", "answer", "sent"),
     [

@@ -384,5 +384,5 @@ def entropy_warning(metrics: dict[str, float], branching: Branching) -> str:
     return (
         f"entropy does not influence where rollouts branch: |βΔH| is at most {largest:.2g}, so the probability is"
         f" branching.base_probability = {config.base_probability:g} everywhere. With branching.scale = {config.scale.value!r},"
-        f" branching.entropy_weight = {config.entropy_weight:g} is too small: use scale = 'sum', or raise it."
+        f" branching.entropy_weight = {config.entropy_weight:g} is too small: use scale = 'top10' or 'sum', or raise it."
     )

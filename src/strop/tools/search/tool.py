@@ -39,6 +39,9 @@ class Search(ToolKind):
         max_chars: int = Field(
             default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
         )
+        max_result_chars: int = Field(
+            default=10**6, ge=16, le=10**9, description="Longest result; of a longer one the head is kept."
+        )
         backend: BackendConfig = Field(description="Where the results come from.")
 
     config: Config
@@ -85,6 +88,7 @@ class SearchTool(TimedTool):
             text = await self._backend.results(query, top_k=self._config.top_k)
         except QueryRefused as error:
             outcome, text = ToolOutcome.REJECTED, f"The search service does not accept this query ({error})."
+        text = "\n".join(line[: self._config.max_result_chars] for line in text.split("\n"))  # a result is a line
         if not text:
             outcome, text = ToolOutcome.EMPTY, NOTHING_FOUND
         return outcome, shorten(text, self._config.max_chars)
