@@ -376,6 +376,40 @@ UNEQUAL_IN_WORDS_AND_STYLE = [
     ("5", "We need 5 more"),
     ("5", "5\\%\\text{ of }6"),
 ]
+EQUAL_IN_NUMBER = [
+    ("33.33", r"\frac{100}{3} \approx 33.33"),
+    ("8.66", r"5\sqrt{3} \approx 8.66"),
+    ("3.14", r"\pi \approx 3.142 \approx 3.14"),
+    (r"\frac13", r"\frac13 \approx 0.33"),
+    ("45001", r"45001 \approx 45000"),
+    (r"\frac34", r"75\%"),
+    ("0.75", r"75\%"),
+    (r"10\%", "0.1"),
+    (r"75\%", r"\frac34"),
+    ("0.5", r"0.5\%"),
+    ("25", "25 more apples"),
+    ("14", "14 fewer pages"),
+    ("25", "€25"),
+    ("25", "25 £"),
+    (r"25\text{ euros}", "€25"),
+    (r"25\text{ ft}^2", "25 sq. ft."),
+    (r"\text{June 20}", "June 20"),
+    (r"\text{6:00 AM}", "6:00 am"),
+    (r"\emptyset", r"\varnothing"),
+]
+UNEQUAL_IN_NUMBER = [
+    ("18", r"18 \approx 19"),
+    ("18", r"x \approx 18 \approx 25"),
+    ("18", "18 ≈ 1000000"),
+    ("3.14", r"3.15 \approx 3.14"),
+    ("45000", r"45001 \approx 45000"),
+    (r"\frac34", r"7.5\%"),
+    ("20", r"0.2\%"),
+    ("5", "5 more than x"),
+    (r"25\text{ dollars}", "€25"),
+    (r"25\text{ ft}", "25 sq. ft."),
+    (r"\text{Group 2}", "Group 3"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -386,12 +420,12 @@ def verdict_of():
         runner.run(verifier.close())
 
 
-@pytest.mark.parametrize(("gold", "answer"), EQUAL + EQUAL_IN_WORDS_AND_STYLE)
+@pytest.mark.parametrize(("gold", "answer"), EQUAL + EQUAL_IN_WORDS_AND_STYLE + EQUAL_IN_NUMBER)
 def test_answers_of_equal_meaning_are_right(verdict_of, gold, answer):
     assert verdict_of(gold, answer) is PairVerdict.EQUAL
 
 
-@pytest.mark.parametrize(("gold", "answer"), UNEQUAL + UNEQUAL_IN_WORDS_AND_STYLE)
+@pytest.mark.parametrize(("gold", "answer"), UNEQUAL + UNEQUAL_IN_WORDS_AND_STYLE + UNEQUAL_IN_NUMBER)
 def test_answers_that_say_something_else_are_wrong(verdict_of, gold, answer):
     assert verdict_of(gold, answer) is not PairVerdict.EQUAL
 

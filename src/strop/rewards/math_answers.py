@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from strop.rewards.math_notation import NUMBER_WORDS, TEXT, canonical, written
@@ -85,6 +87,8 @@ _ALSO_CALLED = {
 }
 _ALIASES = {alias: name for name, aliases in _ALSO_CALLED.items() for alias in aliases.split()} | {"mile per hour": "mph"}
 _GENERIC = "unit"
+_UnitOf: TypeAlias = tuple[str, int] | None
+_PERCENT: _UnitOf = ("percent", 1)
 _MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _CHANGES = frozenset(("or", "and", "to", "half", "third", "quarter", "factorial", "pi", "more", "less", *_MULTIPLIERS))
 _TURNING = (
@@ -101,7 +105,7 @@ _PHRASE = re.compile(
 )
 _UNIT = re.compile(
     r"(?:\\(?:text|mbox|mathrm|textrm)\s*\{(?P<text>[^{}]*)\}|\\?(?P<percent>%)|\^\s*\{?\s*\\circ\s*\}?(?P<degree>)"
-    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/' ]{0,60}))\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?$"
+    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/'. ]{0,60}))\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?$"
 )
 
 
@@ -118,6 +122,8 @@ def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
     gold, answer = canonical(gold), canonical(answer)
     if not gold or not answer:
         return None
+    if TEXT.fullmatch(gold) is not None and TEXT.sub(r"\1", gold).lower() == answer.lower():
+        return []
     if _word(gold) == "":
         answer = _without_words(answer)
         if plain_number(gold) is not None and _PHRASE.match(answer) is not None:
@@ -232,11 +238,33 @@ def _of_relations(gold: str, answer: str) -> Pairs | None:
     if _OR.search(answer) and not _OR.search(gold):
         return None
     if r"\approx" in found.signs:
-        sides = sides[:1]  # what follows is rounded
+        if (compared_side := _approximated(value, sides)) is None:
+            return None
+        sides = [compared_side]
     if len(sides) > _MAX_SIDES:
         return None
     compared = [_of_values(value, side) for side in sides]
     return None if not sides or None in compared else [pair for each in compared for pair in each or ()]
+
+
+def _approximated(gold: str, sides: Sequence[str]) -> str | None:
+    r"""The side of `\frac13 \approx 0.33` that is compared: the number that is the gold, if that has decimals; else the first.
+
+    None without sides, and where a number is not the one before it, rounded.
+    """
+    numbers = [number for side in sides if (number := plain_number(side)) is not None]
+    for before, number in pairwise(numbers):
+        if abs(before - number) > Decimal(5).scaleb(_last_place(number) - 1):
+            return None
+    if "." in gold and plain_number(gold) in numbers:
+        return gold
+    return sides[0] if sides else None
+
+
+def _last_place(number: Decimal) -> int:
+    """The power of ten of its last digit that is not 0, at most that of its last decimal: 2 of 1500, -2 of 0.30."""
+    exponent = int(number.as_tuple().exponent)
+    return exponent if exponent < 0 else int(number.normalize().as_tuple().exponent)
 
 
 def _sought(side: str) -> str:
@@ -356,6 +384,8 @@ def _of_quantities(gold: str, answer: str) -> Pairs | None:
     changes = [each[0] if each is not None and _TURNING_WORDS & set(each[0].split()) else "" for each in (unit, other)]
     if changes[0] != changes[1]:
         return None
+    if (pair := _of_percentages(wanted, unit, found, other)) is not None:
+        return [pair]
     if unit is not None and other is not None and _GENERIC not in (unit[0], other[0]) and unit != other:
         (name, power), (other_name, other_power) = unit, other
         if power != other_power or name not in _UNITS or other_name not in _UNITS:
@@ -365,6 +395,17 @@ def _of_quantities(gold: str, answer: str) -> Pairs | None:
             return None
         found = written(Fraction(number) * (_UNITS[other_name][1] / _UNITS[name][1]) ** power)
     return [] if wanted == found else [(_guarded(wanted), _guarded(found))]
+
+
+def _of_percentages(gold: str, unit: _UnitOf, answer: str, other: _UnitOf) -> tuple[str, str] | None:
+    r"""`\frac34` and 75 per cent, or the reverse, as numbers; None for other pairs, as for 75 and 75 per cent."""
+    is_gold = unit == _PERCENT and other is None
+    number = plain_number(gold if is_gold else answer)
+    bare = answer if is_gold else gold
+    if number is None or plain_number(bare) == number or not (is_gold or (other == _PERCENT and unit is None)):
+        return None
+    share = written(Fraction(number) / 100)
+    return (share, bare) if is_gold else (bare, share)
 
 
 def _guarded(text: str) -> str:
@@ -401,7 +442,9 @@ def _quantity(text: str, *, has_letters: bool) -> tuple[str, tuple[str, int] | N
 
 def _unit(text: str, power: int) -> tuple[str, int]:
     """The name of a unit in the singular and its power: `square inches` is inch, 2."""
-    words = text.strip().rstrip(".").lower().replace("-", " ").split()
+    words = text.lower().replace("-", " ").replace(".", " ").split()
+    if words[1:] and words[0] in ("more", "fewer"):  # 5 more apples are 5
+        words = words[1:]
     for prefix, value in (("square", 2), ("sq", 2), ("cubic", 3)):
         if words[:1] == [prefix]:
             words, power = words[1:], value

@@ -14,7 +14,15 @@ from strop.sandbox.numbers import plain_number
 _SIGNS = {"−": "-", "–": "-", "°": r"^\circ ", "¢": r"\text{ cents}"}
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "→": r"\to ", "∈": r"\in ", "∪": r"\cup "}
 _SIGNS |= {"∞": r"\infty ", "π": r"\pi ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∴": r"\therefore "}
-_SIGNS |= {"⟨": r"\langle ", "⟩": r"\rangle ", "θ": r"\theta ", "º": r"^\circ ", "。": "."}
+_SIGNS |= {
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
+    "θ": r"\theta ",
+    "º": r"^\circ ",
+    "。": ".",
+    "€": r"\text{ euros}",
+    "£": r"\text{ pounds}",
+}
 _SIGNS |= {"“": '"', "”": '"', "‘": "'", "’": "'"}
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 _PLAIN_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
@@ -52,6 +60,7 @@ _REWRITES = tuple(
         (r"\\\$|\$", ""),
         (r"\\mathrm\s*\{([ie])\}", r"\1"),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
         (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
         (r"(?<=[\w)}])\s*\*\s*(?=[\w({\\-])", r"\\cdot "),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
@@ -165,6 +174,7 @@ def _fits(total: int, number: int) -> bool:
 
 
 def _plain_signs(text: str) -> str:
+    text = re.sub(r"([€£])\s?(\d[\d,]*(?:\.\d+)?)", r"\2\1", text)
     text = _SLASHED.sub(
         lambda found: r"\frac{{{}}}{{{}}}".format(*(each.translate(_PLAIN_DIGITS) for each in found.groups())), text
     )
