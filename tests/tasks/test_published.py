@@ -281,6 +281,29 @@ def test_a_row_of_apps_whose_tests_call_a_function_shows_its_head_or_is_skipped(
     assert task.question == OF_FUNCTION
 
 
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ({"inputs": [], "outputs": []}, "it has 0 inputs and 0 outputs of tests"),
+        ({"inputs": ["1"], "outputs": []}, "it has 1 inputs and 0 outputs of tests"),
+        ({"inputs": ["1"]}, "its tests cannot be read: 'outputs'"),
+        ({"inputs": [[1]], "outputs": [["1"]]}, "its tests cannot be read: "),
+        ([], "its tests cannot be read: "),
+    ],
+)
+def test_a_row_of_apps_without_tests_is_bad(tmp_path, tests, why):
+    row = {"problem_id": 1, "question": "Add.", "input_output": json.dumps(tests), "difficulty": "easy"}
+    with pytest.raises(TaskError, match=why):
+        load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="apps"), split="train")
+
+
+def test_tests_of_apps_in_lists_of_lines_are_texts(tmp_path):
+    tests = {"inputs": [["1", "2"]], "outputs": [["3"]]}
+    row = {"problem_id": 1, "question": "Add.", "input_output": json.dumps(tests), "difficulty": "easy"}
+    [task] = load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="apps"), split="train")
+    assert json.loads(task.answer) == {"inputs": ["1\n2"], "outputs": ["3"]}
+
+
 @pytest.mark.parametrize("dataset", ["gsm8k", "arpo-mix"])
 def test_wrong_columns_name_file_row_column_and_remedy(tmp_path, dataset):
     path = write_jsonl(tmp_path / "rows.jsonl", {"foo": "x", "bar": "y"})

@@ -243,6 +243,22 @@ class ContestQuestion:
         )
 
 
+def apps_tests(row: Row) -> str:
+    """The tests of a problem of APPS, as `kind = "code"` reads them. Inputs and outputs of a program may be lists of lines."""
+    text = Read("input_output")(row)
+    try:
+        tests = json.loads(text)
+        sides = {side: list(tests[side]) for side in ("inputs", "outputs")}
+        num_inputs, num_outputs = map(len, sides.values())
+        if not num_inputs or num_inputs != num_outputs:
+            raise Unreadable(f"it has {num_inputs} inputs and {num_outputs} outputs of tests")
+        if not tests.get("fn_name"):
+            sides = {side: ["\n".join(each) if isinstance(each, list) else each for each in sides[side]] for side in sides}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Unreadable(f"its tests cannot be read: {error}") from error
+    return json.dumps({**tests, **sides})
+
+
 def contest_tests(row: Row) -> str:
     """All tests of a problem of LiveCodeBench, as `kind = "code"` reads them."""
     try:
