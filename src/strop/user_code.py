@@ -50,6 +50,10 @@ def blaming(about: str = "") -> Iterator[None]:
 
 def blame(error: BaseException, about: str = "") -> ConfigError | None:
     """Return the message about an exception that the user's code raised, or None if no frame of it is the user's."""
+    if isinstance(error, SyntaxError) and error.filename is not None and is_own(error.filename):
+        return ConfigError(
+            f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}{about and f' {about}'}."
+        )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
     if not frames:
         return None

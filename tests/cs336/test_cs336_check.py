@@ -75,8 +75,8 @@ def test_strops_own_functions_have_no_difference(seed):
             "compute_entropy, logits of 1000, whose exponential overflows: the result\\[0\\] is nan, expected 0.693147",
         ),
         (
-            "def run_masked_mean(tensor, mask, dim=None):\n    return (tensor * mask).sum(dim) / mask.sum(dim)\n",
-            "masked_mean, NaN where the mask is 0: the result\\[0\\] is nan, expected 1",
+            "def run_masked_mean(tensor, mask, dim=None):\n    return (tensor * mask).sum(dim) / mask.shape[dim or 0]\n",
+            "masked_mean, dim=None: the result is ",
         ),
         (
             "def masked_normalize(tensor, mask, normalize_constant, dim=None):\n"
@@ -128,6 +128,13 @@ def test_a_module_without_such_functions_and_one_that_cannot_be_imported_are_nam
         check(tmp_path / "none.py")
     with pytest.raises(ConfigError, match=r"broken.py, line 5\) raised ZeroDivisionError: division by zero while"):
         check(written(tmp_path, "1 / 0\n", name="broken"))
+    with pytest.raises(ConfigError, match=r"unclosed.py, line 5: SyntaxError: '\(' was never closed while .* was imported"):
+        check(written(tmp_path, "x = (\n", name="unclosed"))
+
+
+def test_a_product_with_the_mask_is_a_right_solution(tmp_path):
+    source = "def run_masked_mean(tensor, mask, dim=None):\n    return (tensor * mask).sum(dim) / mask.sum(dim)\n"
+    assert "all 1 functions are equal" in check(written(tmp_path, source))
 
 
 def test_the_tutorial_says_what_is_checked(tmp_path):

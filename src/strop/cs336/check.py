@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,8 +204,6 @@ def _masked(generator: torch.Generator, **more: Any) -> Iterator[tuple[str, Argu
     for dim in (None, 0, 1, -1):
         tensor = torch.randn(2, 4, generator=generator)
         yield f"dim={dim}", {"tensor": tensor, "mask": mask | torch.tensor([True, False, False, False]), "dim": dim, **more}
-    spoilt = torch.where(mask, torch.ones(2, 4), torch.tensor(math.nan))
-    yield "NaN where the mask is 0", {"tensor": spoilt, "mask": mask, "dim": 1, **more}
 
 
 def _to_average(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
