@@ -50,6 +50,14 @@ def exact_kl(*, is_reverse):
     return kl.item(), logits.grad
 
 
+@pytest.mark.parametrize(("estimator", "kl", "grad"), [(KLEstimator.K1, -30.0, 1.0), (KLEstimator.K2, 450.0, -30.0)])
+def test_only_k3_is_clamped(estimator, kl, grad):
+    policy = torch.tensor([[-30.0]], requires_grad=True)
+    found = token_kl(policy, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), estimator=estimator, is_clamped=True)
+    found.sum().backward()
+    assert (found.item(), policy.grad.item()) == (kl, grad)
+
+
 @pytest.mark.parametrize("estimator", [KLEstimator.K1, KLEstimator.K3])
 def test_k1_and_k3_are_unbiased(estimator):
     assert expectation_and_gradient(estimator)[0] == pytest.approx(exact_kl(is_reverse=False)[0], abs=1e-9)

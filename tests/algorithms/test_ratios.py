@@ -57,6 +57,16 @@ def test_a_clamped_log_ratio_ends_at_20_nats_without_gradient():
     assert policy.grad[0].tolist() == [0.0, 0.0, 1.0]
 
 
+def test_a_clamped_mean_over_a_row_ends_at_10_nats_without_gradient():
+    policy = torch.tensor([[16.0, 14.0], [-16.0, -14.0]], requires_grad=True)
+    other, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    clamped = log_ratio(policy, other, mask, RatioLevel.SEQUENCE, is_clamped=True)
+    clamped.sum().backward()
+    assert clamped.tolist() == [[10.0, 10.0], [-15.0, -15.0]]
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def test_a_row_of_thousands_of_tokens_has_a_finite_sequence_ratio():
     policy = torch.full((1, 32_768), 0.5)
     mask = torch.ones(1, 32_768, dtype=torch.bool)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0  # of one token, in nats; the bounds of verl (`core_algos.py`)
+MAX_MEAN_LOG_RATIO = 10.0  # of a row, as above, in its loss of GSPO
 
 
 class RatioLevel(StrEnum):
@@ -38,7 +39,7 @@ def log_ratio(
     Args:
         logprobs, other_logprobs: nats, (n, T); gradient flows through both.
         loss_mask: bool (n, T).
-        is_clamped: to ±`MAX_LOG_RATIO`, without gradient beyond.
+        is_clamped: to ±`MAX_LOG_RATIO`, the mean of a row to at most `MAX_MEAN_LOG_RATIO`, without gradient beyond.
     """
     # Mask before anything else: a where() after exp() would still send nan through the gradient of padded positions.
     ratios = torch.where(loss_mask, logprobs - other_logprobs, 0.0)
@@ -47,7 +48,8 @@ def log_ratio(
         total, own = ratios.detach().sum(-1, keepdim=True), ratios - ratios.detach()
         of_row = total / num_tokens + own if level is RatioLevel.SEQUENCE else total + num_tokens * own
         ratios = torch.where(loss_mask, of_row, 0.0)
-    return ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if is_clamped else ratios
+    upper = MAX_MEAN_LOG_RATIO if level is RatioLevel.SEQUENCE else MAX_LOG_RATIO
+    return ratios.clamp(-MAX_LOG_RATIO, upper) if is_clamped else ratios
 
 
 def probability_ratio(
@@ -271,9 +273,10 @@ def token_kl(
         policy_logprobs: nats, (n, T), of tokens that π sampled; carries the gradient.
         reference_logprobs: nats; no gradient.
         loss_mask: bool (n, T).
-        is_clamped: log ρ to ±`MAX_LOG_RATIO` and k3 to `MAX_K3`, without gradient beyond: one token that the reference holds
-            likely and the policy does not would otherwise outweigh all others.
+        is_clamped: of k3, log ρ to ±`MAX_LOG_RATIO` and the estimate to `MAX_K3`, without gradient beyond: one token that the
+            reference holds likely and the policy does not would otherwise outweigh all others.
     """
+    is_clamped = is_clamped and estimator is KLEstimator.K3
     log_rho = log_ratio(reference_logprobs, policy_logprobs, loss_mask, is_clamped=is_clamped)
     match estimator:
         case KLEstimator.K1:

@@ -67,7 +67,7 @@ class PolicyLoss(Method):
             " as a product (sequence_sum).",
         )
         clamp_log_ratios: bool = Field(
-            True, description="Keep the log-ratios of surrogate and KL within 20 nats, and k3 below 10, as verl does."
+            True, description="Keep log-ratios within 20 nats, their mean over a sequence and k3 below 10, as verl does."
         )
         clip_low: float = Field(0.2, ge=0, description="How far the ratio may fall below 1; 1 or more never clips.")
         # rStar2-Agent (arXiv:2508.20722) section 2.2.1
