@@ -73,6 +73,14 @@ def test_output_to_stderr_does_not_matter(code):
     assert run(code, SQUARES[:2]).is_passed
 
 
+def test_a_prelude_runs_before_the_program_and_its_function():
+    prelude = "from collections import *; import sys; sys.setrecursionlimit(30_000)"
+    program = "def depth(n):\n    return n and 1 + depth(n - 1)\n\nprint(depth(20_000), Counter('aa')['a'])"
+    assert run(program, [CodeTest(stdin="", expected="20000 2")], prelude=prelude).is_passed
+    function = "def f():\n    return Counter('aa')['a']"
+    assert run(function, [CodeTest(stdin="[]", expected="2")], function="f", prelude=prelude).is_passed
+
+
 CALLS = [CodeTest(stdin="[2, [3, 4]]", expected="[6, 8]"), CodeTest(stdin='[1, ["a"]]', expected='["a"]')]
 TIMES = "def times(n, values):\n    return [n * each for each in values]\n"
 
@@ -88,6 +96,11 @@ TIMES = "def times(n, values):\n    return [n * each for each in values]\n"
         (TIMES + "print('[6, 8]', end='')", [PASSED, PASSED]),  # what else it prints does not matter
         (TIMES.replace("[n *", "tuple(n *").replace("values]", "values)"), [PASSED, PASSED]),
         ("def times(n: int, values: List[int]) -> List[int]:\n    return [n * each for each in values]", [PASSED, PASSED]),
+        (
+            "from __future__ import annotations\nimport dataclasses\n\n@dataclasses.dataclass\nclass Two:\n    n: int\n\n"
+            + TIMES,
+            [PASSED, PASSED],
+        ),
         (TIMES + "if __name__ == '__main__':\n    print(int(input()))", [PASSED, PASSED]),
         ("def times(n, values):\n    return [6, 8]", [PASSED, WRONG]),
         ("def times(n, values):\n    print([6, 8])", [WRONG, WRONG]),

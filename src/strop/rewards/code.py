@@ -97,6 +97,11 @@ class CodePart(RolloutPart):
             description="all: 1 if every test passed. share: the share that passed. weighted_sum: all + 0.1 x share. subtasks:"
             " points of the subtasks that passed / all points.",
         )
+        prelude: str = Field(
+            default="",
+            pattern=r"^[^\n]*$",
+            description="Statements in one line that run before a program, such as the imports of a benchmark.",
+        )
 
     config: Config
     _runner: RunService
@@ -122,6 +127,7 @@ class CodePart(RolloutPart):
             stop_at_first_failure=stops,
             subtasks=subtasks,
             function=tests.fn_name,
+            prelude=self.config.prelude,
         )
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:

@@ -21,7 +21,10 @@ _SPARE_OUTPUT_BYTES = 65_536  # beyond the expected output, for whitespace that 
 _MAX_SHOWN_CHARS = 80
 _WITHOUT_STDERR = "import os as _os; _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 2)"  # a sandbox has one stream for both
 # Starter code of LeetCode has annotations without their imports; what is for a run as a program must not read the arguments.
-_AS_MODULE = "; __name__ = 'tested'; from typing import *; import collections, functools, heapq, itertools, math"
+_AS_MODULE = (
+    "; import sys; sys.modules['tested'] = sys.modules[__name__]; __name__ = 'tested'; from typing import *;"  # for dataclasses
+    " import collections, functools, heapq, itertools, math"
+)
 _CALL = """
 
 def _call_tested_function(name):
@@ -94,6 +97,7 @@ async def run_tests(
     stop_at_first_failure: bool = True,
     subtasks: Sequence[frozenset[str]] | None = None,
     function: str = "",
+    prelude: str = "",
     concurrency: int = 8,
 ) -> CodeTestReport:
     """Run `code` once for each test. The report does not depend on which run ends first.
@@ -105,12 +109,14 @@ async def run_tests(
             have all failed does not run. None: all tests are one subtask.
         function: the name of the function to call, or of a method of the program's class `Solution`; empty: the program's
             output is tested. What it prints does not matter. A value also passes if the expected one is a list of it.
+        prelude: statements in one line that run before the program.
         concurrency: runs at once.
 
     Raises:
         MachineError: the runner was lost or failed in a run that counts.
     """
-    code = _begun_with(_WITHOUT_STDERR + _AS_MODULE * bool(function), code) + (_CALL.format(name=function) if function else "")
+    start = _WITHOUT_STDERR + _AS_MODULE * bool(function) + f"; {prelude}" * bool(prelude)
+    code = _begun_with(start, code) + (_CALL.format(name=function) if function else "")
     room = asyncio.Semaphore(concurrency)  # first come, first served, so earlier tests start earlier
 
     async def run_one(test: CodeTest) -> CaseReport:
