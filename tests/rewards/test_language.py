@@ -31,6 +31,7 @@ def share(thought, language="en"):
         ("设 x 为 5", 0.0, 1.0),  # a single letter names a variable
         ("let θ be 9π and x₁ + xᵢ the sum", 1.0, 0.0),  # a Greek one, too, and whatever its index
         ("so 2πr² is Δx and sinθ of ℵ₀ in ℝ", 1.0, 0.0),  # two variables in a row, a function of one
+        ("计算 sin(x) 和 log(y)，令 AB = CD", 0.0, 1.0),  # functions and points are of formulas
         ("we add ½ and 3² and µ", 1.0, 0.0),  # digits of other kinds
         ("we add สอง", 2 / 3, 0.0),  # a script that is not listed is another language
         ("we add שתיים and দুই", 3 / 6, 0.0),  # Bengali is cut at its marks

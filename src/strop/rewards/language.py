@@ -56,6 +56,8 @@ _BLANKS = re.compile(r"\\[\s,;:!>\\]|~")  # LaTeX's blanks and its end of a line
 _COMMANDS_AND_TAGS = re.compile(r"\\[a-zA-Z]+|</?[A-Za-z_]+>")
 # Three words of two letters and more, with no operator between them, are a sentence and no formula.
 _SENTENCE = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?:[ \t,.;:!?'\"-]+[A-Za-z]{2,}){2,}")
+# Points and functions of formulas without dollar signs.
+_OF_FORMULAS = re.compile(r"[A-Z]{2,4}|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lim|max|min|gcd|lcm|mod")
 _MAX_PARSED_CHARS = 20_000  # a longer piece of code is read as text
 _OF_VARIABLES = ("latin", "greek")  # a single letter of these is a variable
 _SIGNS = ("<font>", "<sub>", "<super>")  # Unicode decompositions of the letters of formulas, superscripts and subscripts
@@ -66,13 +68,13 @@ def scripts_of(text: str) -> list[str]:
     """The script of each word of `text`, in order; scripts that are not in `SCRIPTS` by their Unicode name, as `THAI`.
 
     Code and mathematics are not words, but sentences in them are, and so is every text in other letters. A single Latin or
-    Greek letter, with any digits and indices, is a variable and not a word. A word that changes scripts counts once per script:
-    `sinθ` is `sin` and a variable.
+    Greek letter, with any digits and indices, is a variable and not a word; `log` and `ABCD` are of formulas, too. A word that
+    changes scripts counts once per script: `sinθ` is `sin` and a variable.
     """
     found = []
     for word in words(prose(text)):
         if word.isascii():
-            found += ["latin"] if len(word) > 1 else []
+            found += ["latin"] if len(word) > 1 and _OF_FORMULAS.fullmatch(word) is None else []
             continue
         letters = unicodedata.normalize("NFKC", "".join(letter for letter in word if not _is_sign(letter)))
         for script, run in groupby(filter(None, map(_script, letters))):
