@@ -168,7 +168,10 @@ def test_a_server_splits_its_weights_and_the_own_engine_does_not(tmp_path):
     estimate = Estimate(sampled=SAMPLED)
     assert "engine.tensor_parallel=2" in cost_on(hardware, "eval", estimate, server, MODEL).lines[-1]
     problem = cost_on(hardware, "eval", estimate, BFLOAT16, MODEL).problem
-    assert 'It fits with servers that divide the model: engine.kind = "vllm" and --set stages.eval.engine.' in problem
+    assert (
+        'It fits with servers that divide the model: engine.kind = "vllm" with engine.python, and --set stages.eval.engine.'
+        in problem
+    )
     assert "--set stages.eval.engine.tensor_parallel=2. Or name larger devices, or a smaller model." in problem
     hardware = device(tmp_path, num=4, memory_gb=1)
     problem = cost_on(hardware, "eval", estimate, BFLOAT16, MODEL).problem

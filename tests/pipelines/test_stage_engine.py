@@ -80,6 +80,12 @@ def test_a_penalty_that_sglang_may_ignore_is_refused():
         plan(recipe_of(STAGES | {"before": table}))
 
 
+def test_a_limit_of_a_tool_that_is_not_there_is_found_before_anything_is_run():
+    table = STAGES["before"] | {"limits": {"max_calls_per_tool": {"pyhton": 3}}}
+    with pytest.raises(ConfigError, match=r"stages.before.limits.*no tool 'pyhton'. Did you mean 'python'\? Tools: python"):
+        plan(recipe_of(STAGES | {"before": table}))
+
+
 def test_the_table_is_merged_before_it_is_validated():
     tree = resolve({"engine": {"dtype": "bfloat16"}, "stages": {"a": {"kind": "eval", "engine": {"slots": 2}}}})
     assert tree["stages"]["a"]["engine"] == {"dtype": "bfloat16", "slots": 2}

@@ -181,7 +181,8 @@ def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine
     instead = "larger devices, or a smaller model" if enough is None else f"{enough}, or larger devices"
     remedy = f"It fits with {words}" if words else f"No layout fits; name {instead}"
     if not words and (words := costs.words_for_vllm(written, name)):
-        remedy = f'It fits with servers that divide the model: engine.kind = "vllm" and {words}. Or name {instead}'
+        servers = f'engine.kind = "vllm" with engine.python, and {words}'
+        remedy = f"It fits with servers that divide the model: {servers}. Or name {instead}"
     return Cost(
         lines=tuple(lines),
         problem=f"does not fit: {costs.needed_devices(layout)} of {counted(hardware.num, 'device')}, each with"

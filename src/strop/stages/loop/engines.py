@@ -15,21 +15,24 @@ from strop.cluster.connection import check_installed
 from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
-from strop.errors import ConfigError, NotThere, UserError
+from strop.errors import ConfigError, NotThere, UserError, did_you_mean
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Machine, PlayedKeys, PosedKeys, Stage
 from strop.rewards import Reward, SumReward
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart, VllmScorerConfig
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.environment import ToolEnvironments, Tools
+from strop.rollout.environment import RolloutLimits, ToolEnvironments, Tools
 from strop.rollout.prompt import load_prompt
 from strop.rollout.scheduler.engine_pool import EnginePool, engine_name
 from strop.rollout.scheduler.replacements import EngineObserver
 from strop.stages.context import StageContext
 from strop.stages.data import open_tasks
 from strop.tasks.protocol import Split, TaskSource
+from strop.tools.browse import Browse
 from strop.tools.protocol import Tool
+from strop.tools.python import Python
+from strop.tools.search.tool import Search
 from strop.training.config import TrainerConfig
 from strop.types import Task
 
@@ -178,6 +181,7 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
                 " are reported to ignore. Leave it out, or use another engine."
             )
         yield from check_engine(recipe, machine)
+        yield from _check_tool_names(name, config.limits, recipe)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
         if trainer.workers and not machine.is_elsewhere:
             try:
@@ -190,6 +194,15 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
         yield from _check_heads(name, trainer.sequence_parallel, recipe)
     if isinstance(config, PlayedKeys) and stage.is_judged:
         yield from _check_reward(f"stages.{name}", config.reward, machine)
+
+
+def _check_tool_names(name: str, limits: RolloutLimits, recipe: Recipe) -> Iterator[ConfigError]:
+    """A limit is of no tool, as far as tools have names before they are opened, as those of an MCP server have not."""
+    if all(isinstance(tool, Python | Search | Browse) for tool in recipe.tools.values()):
+        names = [getattr(tool.config, "name", None) or key for key, tool in recipe.tools.items()]
+        for unknown in [each for each in limits.max_calls_per_tool if each not in names]:
+            remedy = f"{did_you_mean(unknown, names)} Tools: {', '.join(names) or 'none'}."
+            yield ConfigError(f"stages.{name}.limits.max_calls_per_tool: there is no tool {unknown!r}.{remedy}")
 
 
 def _check_heads(name: str, num_ranks: int, recipe: Recipe) -> Iterator[ConfigError]:
