@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from grader_seen_odd import ODD
 from grader_unseen import UNSEEN
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from provenance import code_of, processor
+from provenance import provenance_of_call
 
 from strop.rewards import MathReward, Reward, SumReward, make_reward, math_text
 from strop.rewards.form import F1Part
@@ -53,6 +52,7 @@ from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 COMMAND = "make experiments-faithful ONLY=grader"
+LIBRARIES = ("strop", "math-verify")
 AT_ONCE = 256
 PATIENCE_S = 60.0  # of a pair: what a busy machine makes of it is no verdict of the grader
 NUM_EXAMPLES = 3  # of each kind of case that is misjudged
@@ -511,7 +511,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_unseen = {name: judge_forms(labels, forms) for name, forms in WRITTEN_APART.items()}
         bars = bars_of_forms(of_unseen, "unseen")
         document = {"command": f"{COMMAND}-unseen", "bars": bars, "num_labels": len(labels), "forms": of_unseen}
-        document["provenance"] = provenance(began)
+        document["provenance"] = provenance_of_call(began, ROOT, LIBRARIES)
         return _written(arguments.out / "faithful-grader-unseen", document, _lines_of_forms(of_unseen))
     cases = make_cases(labels, seed=0)
     results: dict[str, Any] = {}
@@ -524,18 +524,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_forms = {name: judge_forms(labels, forms) for name, forms in FORMS.items()}
     bars = bars_of(results) | bars_of_forms(of_forms, "held out") | bars_of_new_forms(of_forms)
     document = {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results, "forms": of_forms}
-    document["provenance"] = provenance(began)
+    document["provenance"] = provenance_of_call(began, ROOT, LIBRARIES)
     return _written(arguments.out / "faithful-grader", document, [*_lines_of_forms(of_forms), *_lines(len(labels), results)])
-
-
-def provenance(began: float) -> dict[str, Any]:
-    """Seconds since `began` and what judged; there are no runs."""
-    return {
-        "seconds": {"wall": time.monotonic() - began},
-        "code": code_of(ROOT),
-        "versions": {name: version(name) for name in ("strop", "math-verify")},
-        "processor": processor(),
-    }
 
 
 def judge_forms(labels: Sequence[Label], forms: FormSet) -> dict[str, Any]:

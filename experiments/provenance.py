@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ def provenance(runs: Iterable[RunDirectory], root: Path) -> dict[str, Any]:
     """Of finished runs, and of the code in `root` as it is when their results are written, which may be after they ran."""
     runs = list(runs)
     return {"seconds": seconds_of(runs), "code": code_of(root), "versions": versions_of(runs), "processor": processor()}
+
+
+def provenance_of_call(began: float, root: Path, libraries: Iterable[str]) -> dict[str, Any]:
+    """The same of a program without runs that began at `began`, by `time.monotonic`."""
+    seconds = {"wall": time.monotonic() - began}
+    versions = {name: version(name) for name in libraries}
+    return {"seconds": seconds, "code": code_of(root), "versions": versions, "processor": processor()}
 
 
 def processor() -> str:

@@ -3,15 +3,19 @@
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rewards.scorers.chat_service import said, serving
+from rewards.trajectories import TASK, trajectory
 from scripted_runs import RecordingEngine, make_recipe, run_recipe
 from strop.cs336 import load_prompt
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.rewards import make_reward
+from strop.sandbox import LocalSandbox
 from strop.stages.context import Silent, load_chat
 from strop.stages.data import open_tasks
 from strop.stages.evaluation import Eval
@@ -52,6 +56,18 @@ def test_arpos_benchmarks_are_played_on_the_terms_of_its_released_scripts():
         assert (sampling.min_p, sampling.repetition_penalty, stage.k) == (0.0, 1.1, 5)
         assert judge.service.model == "Qwen2.5-72B-Instruct"
         assert (stage.limits.max_calls_per_tool, stage.limits.max_calls) == ({"search": 10, "python": 5}, None)
+
+
+def test_programs_of_livecodebench_find_what_its_runner_imports():
+    _, stages = evaluations(preset("r1"))
+    code = "```python\ndef depth(n):\n    return n and 1 + depth(n - 1)\n\nprint(depth(5000), gcd(4, 6), Counter()[0])\n```"
+    task = replace(TASK, answer=json.dumps([{"input": "", "output": "5000 2 0"}]))
+
+    async def parts():
+        async with LocalSandbox() as sandbox:
+            return dict(await make_reward(stages["livecodebench"].reward, sandbox)(task, trajectory(code)))
+
+    assert asyncio.run(parts())["accuracy"] == 1.0
 
 
 @pytest.mark.skipif(not (DATA / "arpo_eval").exists(), reason="needs the real samples")

@@ -271,9 +271,7 @@ def test_packed_tests_hold_text_only(tmp_path, packed, why):
 
 def test_a_row_of_apps_whose_tests_call_a_function_shows_its_head_or_is_skipped(tmp_path):
     row = {"problem_id": 1, "question": "Add.", "input_output": '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}'}
-    rows = [
-        row | {"difficulty": "easy", "starter_code": code} for code in ("\nclass Solution:\n    def add(self, a, b):\n", "")
-    ]
+    rows = [row | {"difficulty": "easy", "starter_code": code} for code in ("class Solution:\n    def add(self, a, b):", "")]
     path = write_jsonl(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(TaskError, match=r"rows\.jsonl:2: its tests call a function, whose head it does not show"):
         load_rows(JsonlRows(path=path, dataset="apps"), split="train")

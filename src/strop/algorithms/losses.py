@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0  # of one token, in nats; the bounds of verl (`core_algos.py`)
-MAX_MEAN_LOG_RATIO = 10.0  # of a row, as above, in its loss of GSPO
+MAX_MEAN_LOG_RATIO = 10.0  # of a row, in nats; the bound of verl's GSPO
 
 
 class RatioLevel(StrEnum):

@@ -220,16 +220,13 @@ class RightLetter(Choices):
 class ContestQuestion:
     """A programming problem in the words of LiveCodeBench's `lcb_runner/prompts/code_generation.py`.
 
-    A row with `starter_code` asks for its function, another for a program that reads its input. One of APPS that would be
-    judged by a function and does not show its head is unreadable.
+    A row with `starter_code` asks for its function, another for a program that reads its input.
     """
 
     column: str
 
     def __call__(self, row: Row) -> str:
-        starter = str(row.get("starter_code") or "").strip("\n")
-        if not starter and '"fn_name"' in str(row.get("input_output")):
-            raise Unreadable("its tests call a function, whose head it does not show")
+        starter = row.get("starter_code")
         form = (
             "You will use the following starter code to write the solution to the problem and enclose your code within"
             " delimiters."
@@ -248,14 +245,16 @@ def apps_tests(row: Row) -> str:
     text = Read("input_output")(row)
     try:
         tests = json.loads(text)
-        sides = {side: list(tests[side]) for side in ("inputs", "outputs")}
-        num_inputs, num_outputs = map(len, sides.values())
-        if not num_inputs or num_inputs != num_outputs:
-            raise Unreadable(f"it has {num_inputs} inputs and {num_outputs} outputs of tests")
-        if not tests.get("fn_name"):
+        is_function, sides = bool(tests.get("fn_name")), {side: list(tests[side]) for side in ("inputs", "outputs")}
+        if not is_function:
             sides = {side: ["\n".join(each) if isinstance(each, list) else each for each in sides[side]] for side in sides}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Unreadable(f"its tests cannot be read: {error}") from error
+    num_inputs, num_outputs = map(len, sides.values())
+    if not num_inputs or num_inputs != num_outputs:
+        raise Unreadable(f"it has {num_inputs} inputs and {num_outputs} outputs of tests")
+    if is_function and not row.get("starter_code"):  # the question would ask for a program
+        raise Unreadable("its tests call a function, whose head it does not show")
     return json.dumps({**tests, **sides})
 
 

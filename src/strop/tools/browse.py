@@ -75,8 +75,11 @@ class Browse(ToolKind):
 
     config: Config
 
+    def known_name(self, key: str) -> str:
+        return self.config.name or key.rpartition(".")[2]
+
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
-        tool = BrowseTool(self.config, name=self.config.name or key.rpartition(".")[2])
+        tool = BrowseTool(self.config, name=self.known_name(key))
         stack.push_async_callback(tool.close_all)
         return [tool]
 

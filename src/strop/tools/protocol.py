@@ -64,6 +64,10 @@ class ToolKind(Component):
         function = getattr(value, "function", value)
         return super().of({"kind": "function", "function": place_of(function)} if inspect.isfunction(function) else value)
 
+    def known_name(self, key: str) -> str | None:
+        """The name of its only tool in the prompt, if that is known before it is opened; `key`: of its table in the recipe."""
+        return None
+
     @abstractmethod
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> Sequence[Tool]:
         """Return the tools, opened; `stack` closes what they hold.

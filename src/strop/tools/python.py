@@ -49,6 +49,9 @@ class Python(ToolKind):
 
     config: Config
 
+    def known_name(self, key: str) -> str:
+        return self.config.name
+
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
         return [PythonTool(runner, self.config)]
 

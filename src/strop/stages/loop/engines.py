@@ -29,10 +29,7 @@ from strop.rollout.scheduler.replacements import EngineObserver
 from strop.stages.context import StageContext
 from strop.stages.data import open_tasks
 from strop.tasks.protocol import Split, TaskSource
-from strop.tools.browse import Browse
 from strop.tools.protocol import Tool
-from strop.tools.python import Python
-from strop.tools.search.tool import Search
 from strop.training.config import TrainerConfig
 from strop.types import Task
 
@@ -197,12 +194,12 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
 
 
 def _check_tool_names(name: str, limits: RolloutLimits, recipe: Recipe) -> Iterator[ConfigError]:
-    """A limit is of no tool, as far as tools have names before they are opened, as those of an MCP server have not."""
-    if all(isinstance(tool, Python | Search | Browse) for tool in recipe.tools.values()):
-        names = [getattr(tool.config, "name", None) or key for key, tool in recipe.tools.items()]
-        for unknown in [each for each in limits.max_calls_per_tool if each not in names]:
-            remedy = f"{did_you_mean(unknown, names)} Tools: {', '.join(names) or 'none'}."
-            yield ConfigError(f"stages.{name}.limits.max_calls_per_tool: there is no tool {unknown!r}.{remedy}")
+    """A limit is of no tool. Where a tool has no name before it is opened, as those of an MCP server, its rollouts say so."""
+    names = [tool.known_name(key) for key, tool in recipe.tools.items()]
+    known = [each for each in names if each is not None]
+    for unknown in [each for each in limits.max_calls_per_tool if None not in names and each not in known]:
+        remedy = f"{did_you_mean(unknown, known)} Tools: {', '.join(known) or 'none'}."
+        yield ConfigError(f"stages.{name}.limits.max_calls_per_tool: there is no tool {unknown!r}.{remedy}")
 
 
 def _check_heads(name: str, num_ranks: int, recipe: Recipe) -> Iterator[ConfigError]:

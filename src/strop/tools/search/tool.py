@@ -46,6 +46,9 @@ class Search(ToolKind):
 
     config: Config
 
+    def known_name(self, key: str) -> str:
+        return self.config.name or key.rpartition(".")[2]
+
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
         backend: Backend
         match self.config.backend:
@@ -56,7 +59,7 @@ class Search(ToolKind):
             case config:
                 backend = service = HttpSearch(config)
                 stack.push_async_callback(service.close)
-        return [SearchTool(backend, self.config, name=self.config.name or key.rpartition(".")[2])]
+        return [SearchTool(backend, self.config, name=self.known_name(key))]
 
 
 class SearchTool(TimedTool):
