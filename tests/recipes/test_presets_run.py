@@ -102,6 +102,8 @@ def scaled_down(
         sizes |= {key: of_files(stage[key], rows) for key in ("truths", "tasks") if key in stage}
         if "max_tokens" in stage.get("sampling", {}):
             sizes["sampling.max_tokens"] = 32
+        if "max_length" in stage.get("engine", {}):
+            sizes["engine.max_length"] = 2048
         sets |= {f"stages.{stage_name}.{key}": value for key, value in sizes.items()}
     return sets
 

@@ -106,7 +106,7 @@ def test_a_prompt_without_tools_has_no_way_to_write_a_call():
 
 
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>["', "<tool_call></tool_call>"])
-def test_ten_times_the_text_takes_at_most_fifteen_times_as_long(unit):
+def test_ten_times_the_text_takes_at_most_thirty_times_as_long(unit):
     def seconds(size):
         text = (unit * (size // len(unit) + 1))[:size]
         times = []
@@ -116,7 +116,7 @@ def test_ten_times_the_text_takes_at_most_fifteen_times_as_long(unit):
             times.append(time.thread_time() - started_at)
         return min(times)
 
-    assert seconds(300_000) <= 15 * seconds(30_000)
+    assert seconds(300_000) <= 30 * seconds(30_000)  # quadratic: 100 times
 
 
 def test_a_tag_in_a_string_belongs_to_its_block_and_the_next_block_is_read_all_the_same():
