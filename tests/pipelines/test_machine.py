@@ -1,6 +1,7 @@
 """What a recipe names and this machine lacks is told before anything runs."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -272,6 +273,18 @@ def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monk
     late_plan = next(each for each in plan(late) if each.name == "late")
     [line] = [line for line in late_plan.schedule if "no such file" in line]
     assert line.startswith(f"stages.late.{key}: late.jsonl: no such file.")
+
+
+@pytest.mark.parametrize("kind", ["bm25", "kept"])
+def test_a_corpus_that_is_not_there_is_named_once_before_anything_runs(tmp_path, kind):
+    tree = RECIPE | {"tools": {"search": {"kind": "search", "backend": {"kind": kind, "path": str(tmp_path / "corpus.jsonl")}}}}
+    searching = Recipe.model_validate_json(json.dumps(resolve(tree)))
+    said = f"tools.search.backend.path: {tmp_path}/corpus.jsonl: no such file or directory."
+    with pytest.raises(UserError, match=f"{re.escape(said)} Nothing was begun"):
+        check_machine(searching)
+    assert {each.name for each in plan(searching) if said in each.schedule} == {"base"}
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
+    check_machine(searching)
 
 
 def test_a_file_that_an_earlier_stage_may_make_is_not_missed(tmp_path):

@@ -105,7 +105,7 @@ def print_dry_run(
     if hardware is not None:
         recipe = recipe.model_copy(update={"hardware": hardware})
     stages = plan(recipe, until=until, start=start, only=only)
-    basis = "measured on this machine"
+    basis = "measured on this machine; prompts, tool calls, validation, loading and publication are not counted"
     if recipe.hardware:
         on = Hardware.named(recipe.hardware)
         is_short = on.is_several_machines and recipe.cluster is None

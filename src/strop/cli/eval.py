@@ -54,7 +54,7 @@ def run(
     hardware: OnHardware = None,
 ) -> None:
     """Evaluate a model directory with one of the recipe's evaluations: pass@1 with its interval, pass@k, maj@k, lengths."""
-    from strop.pipeline.from_python import choose_evaluation, evaluate_model, evaluation_of
+    from strop.pipeline.from_python import choose_evaluation, evaluate_model, evaluation_of, evaluations_in
     from strop.recipe.load import load_recipe
     from strop.reports.console import ConsoleProgress
     from strop.reports.terminal import printable
@@ -63,6 +63,9 @@ def run(
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     chosen = choose_evaluation(loaded, stage, overrides or [])
+    others = [each for each in evaluations_in(loaded) if each != chosen] if stage is None else []
+    if others:
+        typer.echo(printable(f"stage {chosen!r}; the recipe's others, each by --stage: {', '.join(others)}"))
     if dry_run:
         print_dry_run(evaluation_of(loaded, str(model), chosen), hardware)
         return

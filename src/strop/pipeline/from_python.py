@@ -82,13 +82,18 @@ def _with_init(stages: Mapping[str, Stage]) -> dict[str, Stage]:
     return found
 
 
+def evaluations_in(recipe: Recipe) -> list[str]:
+    """Return the names of the recipe's evaluations, in order."""
+    return [name for name, each in recipe.stages.items() if isinstance(each, Eval | Harness)]
+
+
 def choose_evaluation(recipe: Recipe, stage: str | None, overrides: Sequence[str] = ()) -> str:
     """Return `stage`, or the recipe's first evaluation.
 
     Raises:
         ConfigError: there is no such evaluation, or one of `overrides` (as of `--set`) has no effect on it.
     """
-    evaluations = [name for name, each in recipe.stages.items() if isinstance(each, Eval | Harness)]
+    evaluations = evaluations_in(recipe)
     if not evaluations or (stage is not None and stage not in evaluations):
         known = ", ".join(evaluations) or "none"
         raise ConfigError(f"recipe {recipe.name!r} has no evaluation {stage or ''!r}. Its evaluations: {known}.")

@@ -176,13 +176,7 @@ def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine
     if costs.fits(layout):
         lines += [costs.time(layout), f"for this layout: {words}" if words and layout is fitting else ""]
         return Cost(time_s=sum(costs.times(layout)), lines=tuple(filter(None, lines)))
-    more = (replace(hardware, num=hardware.num << power) for power in range(1, 8))
-    enough = next((each for each in more if replace(costs, hardware=each).first_that_fits(written) is not None), None)
-    instead = "larger devices, or a smaller model" if enough is None else f"{enough}, or larger devices"
-    remedy = f"It fits with {words}" if words else f"No layout fits; name {instead}"
-    if not words and (words := costs.words_for_vllm(written, name)):
-        servers = f'engine.kind = "vllm" with engine.python, and {words}'
-        remedy = f"It fits with servers that divide the model: {servers}. Or name {instead}"
+    remedy = f"It fits with {words}" if words else costs.remedy(written, name)
     return Cost(
         lines=tuple(lines),
         problem=f"does not fit: {costs.needed_devices(layout)} of {counted(hardware.num, 'device')}, each with"
@@ -257,14 +251,26 @@ class _Costs:
     def first_that_fits(self, written: Layout) -> Layout | None:
         return next((each for each in self.layouts(written) if self.fits(each)), None)
 
-    def words_for_vllm(self, written: Layout, name: str) -> str:
-        """Return the keys with which the stage fits with vLLM instead of the embedded engine; empty if there are none."""
-        if not isinstance(self.engine, EngineConfig) or self.estimate.sampled is None:
-            return ""
-        own = self.engine
-        served = VllmConfig(python=Path("vllm"), slots=own.slots, max_length=own.max_length, dtype=own.dtype)
-        layout = replace(self, engine=served).first_that_fits(written)
-        return "" if layout is None else layout.keys(written, name)
+    def enough_devices(self, written: Layout) -> Hardware | None:
+        """Twice, four times, ... as many devices, of which a layout fits on the first."""
+        more = (replace(self.hardware, num=self.hardware.num << power) for power in range(1, 8))
+        return next((each for each in more if replace(self, hardware=each).first_that_fits(written) is not None), None)
+
+    def remedy(self, written: Layout, name: str) -> str:
+        """Where no layout fits: more devices, or servers that divide the model, or more devices with these."""
+        own, vllm = self.engine, 'engine.kind = "vllm" with engine.python'
+        served = None
+        if isinstance(own, EngineConfig) and self.estimate.sampled is not None:
+            engine = VllmConfig(python=Path("vllm"), slots=own.slots, max_length=own.max_length, dtype=own.dtype)
+            served = replace(self, engine=engine)
+        enough = self.enough_devices(written)
+        instead = f"{enough}, or larger devices" if enough else "larger devices, or a smaller model"
+        if served is not None and (layout := served.first_that_fits(written)) is not None:
+            words = layout.keys(written, name)
+            return f"It fits with servers that divide the model: {vllm}, and {words}. Or name {instead}"
+        if served is not None and enough is None and (enough := served.enough_devices(written)):
+            instead = f"{enough} and servers that divide the model ({vllm}), or larger devices"
+        return f"No layout fits; name {instead}"
 
     def smallest(self, written: Layout) -> Layout:
         """The layout that comes closest where none fits."""

@@ -13,7 +13,7 @@ import torch
 from strop import user_code
 from strop.cluster.connection import Connection, connected
 from strop.cluster.placement import Node, Placement, Roles, place
-from strop.config import import_code
+from strop.config import import_code, nearest_file
 from strop.engine.config import AnyEngine, ServerConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, NotThere, UserError
@@ -82,7 +82,8 @@ def check_stages(
     found: dict[str, list[str]] = {}
     for name in names:
         absent: list[str] = []
-        for problem in chain(_problems_of(recipe, name, machine), _missing_files(recipe, name, made_before)):
+        of_tools = () if found else _missing_files_of_tools(recipe)  # the first stage opens them for all
+        for problem in chain(_problems_of(recipe, name, machine), _missing_files(recipe, name, made_before), of_tools):
             if not isinstance(problem, NotThere):
                 raise problem
             if not is_plan:
@@ -111,6 +112,13 @@ def _missing_files(recipe: Recipe, name: str, made_before: Collection[Path]) -> 
             yield NotThere(f"stages.{name}.{key}: {missing(path)}")
         if key in ("path", "test_path") and path.is_dir():
             yield UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
+
+
+def _missing_files_of_tools(recipe: Recipe) -> Iterator[NotThere]:
+    for table, tool in recipe.tools.items():
+        for key, path in tool.files().items():
+            if not path.exists():
+                yield NotThere(f"tools.{table}.{key}: {path}: no such file or directory.{nearest_file(path)}")
 
 
 def _placements(recipe: Recipe, names: Collection[str], hardware: Hardware | None) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from strop import user_code
@@ -67,6 +68,10 @@ class ToolKind(Component):
     def known_name(self, key: str) -> str | None:
         """The name of its only tool in the prompt, if that is known before it is opened; `key`: of its table in the recipe."""
         return None
+
+    def files(self) -> Mapping[str, Path]:
+        """Files and directories that it reads, by key of its table. They are looked for before anything is run."""
+        return {}
 
     @abstractmethod
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> Sequence[Tool]:

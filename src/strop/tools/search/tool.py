@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -48,6 +49,10 @@ class Search(ToolKind):
 
     def known_name(self, key: str) -> str:
         return self.config.name or key.rpartition(".")[2]
+
+    def files(self) -> Mapping[str, Path]:
+        backend = self.config.backend
+        return {"backend.path": Path(backend.path)} if isinstance(backend, Bm25Config | KeptConfig) else {}
 
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
         backend: Backend
