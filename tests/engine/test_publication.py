@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.engine import published_files
+from strop.engine import publication, published_files
 from strop.engine.model_directory import ModelFacts, directory_checksum, tensors_in
 from strop.engine.protocol import checksum_of, digests_of, weights_checksum
 from strop.engine.publication import Publication
@@ -112,6 +113,33 @@ def test_all_who_ask_get_the_same_files_which_end_with_the_publication(shared_me
         assert not list(shared_memory.iterdir())
 
     asyncio.run(scenario())
+
+
+def test_weights_go_from_the_ranks_nodes_to_those_that_ask_and_to_no_other(shared_memory, monkeypatch):
+    held = []
+
+    def run_on(node, function, *arguments):
+        if function is published_files.make_directory:
+            held.append(node)
+        return function(*arguments)
+
+    monkeypatch.setattr(publication, "run_on", run_on)
+    monkeypatch.setattr(published_files, "run_on", run_on)
+    monkeypatch.setattr(published_files, "copy_file", lambda _, path, node, to: shutil.copy(path, to))
+    source = Tensors(named(make_model("llama")))
+    source.nodes = ("first", "second")
+
+    async def scenario():
+        async with Publication(source, version=1) as one:
+            await one.write()
+            source.named = []
+            directories = [await one.files(node) for node in ("third", "first", "third")]
+            assert read(directories[0]).keys() == read(directories[1]).keys() != set()
+            assert directories[0] == directories[2]
+        assert sorted(held) == ["first", "first", "second", "third"]  # the first holds its own files and a view of all
+
+    asyncio.run(scenario())
+    assert not list(shared_memory.iterdir())
 
 
 def test_files_that_could_not_be_written_leave_nothing_and_are_written_for_the_next_who_asks(shared_memory):

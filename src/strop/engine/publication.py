@@ -102,15 +102,13 @@ class Publication:
                     self._checksum = await self._source.checksum()
         return self._checksum
 
-    async def files(self, node: Node | None = None) -> Path:
-        """Return a directory on `node`, by default this machine, with the weights in safetensors files, until `close`.
+    async def write(self) -> None:
+        """Write the files, each rank on its node. The trainer may then compute again.
 
         Raises:
             MachineError: there is no room for them.
         """
-        if self._directory is not None:
-            return self._directory
-        if not self._written:
+        if self._directory is None and not self._written:
             if self._writing is None:
                 self._writing = asyncio.create_task(self._write())
             writing = self._writing
@@ -120,6 +118,16 @@ class Publication:
                 finally:
                     if writing.done() and self._writing is writing:
                         self._writing = None
+
+    async def files(self, node: Node | None = None) -> Path:
+        """Return a directory on `node`, by default this machine, with the weights in safetensors files, until `close`.
+
+        Raises:
+            MachineError: there is no room for them.
+        """
+        if self._directory is not None:
+            return self._directory
+        await self.write()
         async with self._copying.setdefault(node, asyncio.Lock()):
             if node not in self._whole:
                 assert self._source is not None

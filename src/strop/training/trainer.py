@@ -184,7 +184,7 @@ class Trainer:
         source = _Source(self.learner, self._thread, engine.dtype, num_bytes, is_adapter=is_adapter)
         publication = Publication(source, version=version)
         if isinstance(self.learner, LearnerGroup) or is_adapter:
-            await publication.files()
+            await publication.write()
         return publication
 
     async def save(self, directory: Path) -> None:

@@ -159,7 +159,7 @@ class _Publish:
         if self._publication is None:
             publication = await self._trainer.publication(engine, version=self._version)
             publication.keeps_requests = self._keeps_requests
-            await publication.files()
+            await publication.write()
             self._publication = publication
         yield self._publication
 
