@@ -30,7 +30,7 @@ def test_more_rollouts_at_the_prompt_than_there_are_are_refused():
 
 
 def test_the_static_policy_is_refused_and_a_server_is_not():
-    check_stages(recipe_with(engine={"kind": "vllm", "python": "/usr/bin/python3", "max_length": 256}), ["rl"])
+    check_stages(recipe_with(engine={"kind": "vllm", "python": "true", "max_length": 256}), ["rl"])
     with pytest.raises(ConfigError, match=r"branching would wait for memory of rollouts that wait for its branches"):
         check_stages(recipe_with(scheduler={"policy": "static"}), ["rl"])
     assert recipe_with().stages["rl"].config.branching.initial_rollouts == 3

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ async def open_engines(
     called = names or [f"{kind} {place}" for place in range(config.num_engines)]
     opening: list[Coroutine[Any, Any, InferenceEngine]]
     is_started = isinstance(config, EngineConfig) or config.python is not None
-    if is_started and (nodes := take_engine_nodes(config.num_engines)) is not None:
+    if is_started and (nodes := await asyncio.to_thread(take_engine_nodes, config.num_engines)) is not None:
         from strop.engine.actor import ActorEngine  # imports transformers, which takes seconds
 
         opening = [
@@ -124,7 +125,7 @@ async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, 
             return await kind.connect(config.addresses[0], config)
         return await kind.start(name, model, config, log=log)
     except EngineLost as error:
-        mended = not_reached(error, config.addresses[0]) if config.addresses else not_started(error, config)
+        mended = not_reached(error, config.addresses[0]) if config.addresses else error
         if mended is error:
             raise
         raise mended from error
@@ -152,9 +153,6 @@ async def _all_or_none(opening: Sequence[Coroutine[Any, Any, InferenceEngine]]) 
         raise
 
 
-_NO_MODULE = re.compile(r"No module named '((?:vllm|sglang)[\w.]*)'")
-
-
 def check_processes(config: EngineConfig) -> None:
     """Raises `UserError` if the engine needs separate processes and Ray, which starts them, is not installed."""
     if config.is_apart:
@@ -163,8 +161,12 @@ def check_processes(config: EngineConfig) -> None:
 
 
 def check_interpreter(config: VllmConfig | SglangConfig) -> None:
-    """Raises `UserError` unless `engine.python`, where it is set, can be run here. Runs nothing."""
-    if config.python is None or shutil.which(config.python, path=config.environment.get("PATH")) is not None:
+    """Raises `UserError` unless `engine.python`, where it is set, can be run here and finds the server's package."""
+    if config.python is None:
+        return
+    if shutil.which(config.python, path=config.environment.get("PATH")) is not None:
+        if _lacks_package(config.python, config.kind, tuple(config.environment.items())):
+            raise UserError(f"engine.python: {config.python} has no module {config.kind!r}. {_how_to_get_one(config)}")
         return
     is_bare = os.sep not in str(config.python)  # a word like python3 is looked for as a shell does
     if not config.python.exists():
@@ -174,11 +176,12 @@ def check_interpreter(config: VllmConfig | SglangConfig) -> None:
     raise UserError(f"engine.python: {config.python} {fault}. {_how_to_get_one(config)}")
 
 
-def not_started(error: EngineLost, config: VllmConfig | SglangConfig) -> EngineLost | UserError:
-    """Return the error of a server that did not start: a `UserError` if its environment lacks the server."""
-    if (missing := _NO_MODULE.search(str(error))) is None:
-        return error
-    return UserError(f"engine.python: {config.python} has no module {missing[1]!r}. {_how_to_get_one(config)}")
+@cache
+def _lacks_package(python: Path, name: str, environment: Sequence[tuple[str, str]]) -> bool:
+    """Whether this interpreter does not find the package. Nothing of it is imported."""
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    found = subprocess.run([python, "-c", find, name], env=os.environ | dict(environment), capture_output=True)
+    return found.returncode == 1
 
 
 def not_reached(error: EngineLost, address: str) -> EngineLost | UserError:
