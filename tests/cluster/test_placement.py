@@ -1,11 +1,17 @@
 """Where ranks, engines and code services go, and what is said when they cannot be placed."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from strop.cluster.connection import Connection, unlike_nodes, versions
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.errors import UserError
+from strop.pipeline.plan import roles_of
+from strop.recipe.load import load_recipe
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
 def nodes(*gpus):
@@ -39,6 +45,39 @@ def test_ranks_go_to_as_few_nodes_as_have_the_gpus():
 
 def test_a_node_whose_gpus_are_taken_gets_no_ranks():
     assert ids(place(nodes(2, 8), Roles(ranks=4, gpus_of_rank=1)).ranks) == ["1"] * 4
+
+
+def test_gpus_that_are_taken_are_waited_for_and_not_replaced_by_processors(monkeypatch):
+    """The trainer and the engine of the stage before have just ended, and Ray does not know it yet."""
+    keys = ["trainer.workers=4", "trainer.device=auto", "engine.own_process=true", "cluster.address=auto"]
+    roles = roles_of(load_recipe(DEMO, keys), "rl", nodes(0))
+    assert (roles.ranks, roles.gpus_of_rank, roles.gpus_of_engine) == (4, 1, 1)
+    connection, looks = Connection.__new__(Connection), [nodes(0), nodes(3), nodes(8)]  # without Ray
+    connection.nodes = lambda: looks.pop(0)
+    assert ids(connection.place(roles).ranks) == ["0"] * 4
+    assert not looks
+    connection.nodes = lambda: nodes(8)  # all are free: there is nothing to wait for
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(UserError, match="no node for 16 ranks"):
+        connection.place(Roles(ranks=16, gpus_of_rank=1))
+
+
+def test_a_node_with_other_files_of_strop_or_without_a_package_is_named():
+    here = versions()
+    there = {**here, "strop": "0.1.0 (01234567)"}
+    del there["transformers"]
+
+    class Nodes:
+        def nodes(self):
+            return nodes(0, 0)
+
+        def run(self, node, function, **_):
+            return there if node.id == "1" else function()
+
+    [(problem, remedy)] = unlike_nodes(Nodes())
+    lacks = f"transformers None instead of {here['transformers']}"
+    assert problem == f"node 10.0.0.1 has strop 0.1.0 (01234567) instead of {here['strop']}, {lacks}."
+    assert remedy == "Install the same versions on 10.0.0.1."
 
 
 def test_without_gpus_the_load_is_spread():

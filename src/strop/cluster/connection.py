@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from strop.cluster.config import ClusterConfig
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.errors import ActorsLost, EngineLost, MachineError, StropError, UserError
+from strop.run_directory import file_digests
 
 _ResultT = TypeVar("_ResultT")
 
@@ -39,6 +41,7 @@ _ANSWER_S = 30.0  # of an agent that has something to do
 _NUM_LOOKS, _LOOK_S = 7, 0.5  # for the answer of an agent that is only asked how it is
 _CONNECT_S = 3.5
 _START_S = 60.0
+_FREE_S = 10.0  # until Ray knows that GPUs are free
 
 
 def check_installed(key: str, *, instead: str = "") -> None:
@@ -145,10 +148,22 @@ class Connection:
 
     def place(self, roles: Roles) -> Placement:
         """Set and return the placement. Raises `UserError` if the cluster is too small."""
-        self.placement = place(self.nodes(), roles)
+        self.placement = self._place(roles)
         shared = self.placement.devices or ((),) * len(self.placement.engines)
         self._engines_left = list(zip(self.placement.engines, shared, strict=True))
         return self.placement
+
+    def _place(self, roles: Roles) -> Placement:
+        """Return a placement. The GPUs of processes that have just ended are free some time later."""
+        ends_at = time.monotonic() + _FREE_S
+        while True:
+            nodes = self.nodes()
+            try:
+                return place(nodes, roles)
+            except UserError:
+                if all(node.gpus == node.all_gpus for node in nodes) or time.monotonic() > ends_at:
+                    raise
+            time.sleep(_LOOK_S)
 
     def take_engine_node(self) -> tuple[Node, int, tuple[int, ...]]:
         """Return the node of the next engine of the placement; when all are there, one that can hold another engine. With it
@@ -165,7 +180,7 @@ class Connection:
         if self.placement.devices:
             raise EngineLost("an engine that shares the trainer's GPUs on a cluster is not replaced before the next stage.")
         try:
-            return place(self.nodes(), Roles(engines=1, gpus_of_engine=num)).engines[0], num, ()
+            return self._place(Roles(engines=1, gpus_of_engine=num)).engines[0], num, ()
         except UserError as error:
             raise EngineLost(str(error)) from error
 
@@ -345,9 +360,15 @@ def _end_if_unused() -> None:
 def versions() -> dict[str, str]:
     """Return what must be the same on all nodes."""
     import platform
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return {"Python": platform.python_version(), **{name: version(name) for name in ("strop", "torch", "transformers", "ray")}}
+    found = {"Python": platform.python_version()}
+    for name in ("strop", "torch", "transformers", "ray"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    own = [path for path in Path(__file__).parents[1].rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    digest = hashlib.sha256("".join(file_digests(sorted(own)).values()).encode())
+    return {**found, "strop": f"{found.get('strop')} ({digest.hexdigest()[:8]})"}  # one version covers many commits
 
 
 def unlike_nodes(connection: Connection) -> Iterator[tuple[str, str]]:
@@ -355,7 +376,7 @@ def unlike_nodes(connection: Connection) -> Iterator[tuple[str, str]]:
     here = versions()
     for node in connection.nodes():
         there = connection.run(node, versions, timeout_s=_START_S)
-        if other := [f"{name} {there[name]} instead of {here[name]}" for name in here if there[name] != here[name]]:
+        if other := [f"{name} {there.get(name)} instead of {here[name]}" for name in here if there.get(name) != here[name]]:
             yield f"node {node} has {', '.join(other)}.", f"Install the same versions on {node}."
 
 

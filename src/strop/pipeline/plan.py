@@ -163,7 +163,7 @@ def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
     assert recipe.cluster is not None
     stage, engine = recipe.stages[name], recipe.for_stage(name).engine
     trainer: Any = getattr(stage.config, "trainer", None)
-    has_gpus = any(node.gpus for node in nodes)
+    has_gpus = any(node.all_gpus for node in nodes)
     is_on_gpu = {"cpu": False, "auto": has_gpus}
     if engine.devices:
         raise ConfigError(f"stages.{name}: a cluster gives engines their devices. Remove engine.devices.")

@@ -154,7 +154,8 @@ async def _run_placed(connection: Connection | None, context: StageContext, sele
         return
     num_in_vain = 0
     while True:
-        nodes = list(connection.place(roles_of(context.recipe, context.name, connection.nodes())).lines())
+        roles = roles_of(context.recipe, context.name, connection.nodes())
+        nodes = list((await asyncio.to_thread(connection.place, roles)).lines())
         if nodes:
             context.event("placed", nodes=nodes)
             context.progress.note(f"{context.name} on {'; '.join(nodes)}")
