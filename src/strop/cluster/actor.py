@@ -101,10 +101,11 @@ class Actor:
     raises `ActorsLost`, which names it.
     """
 
-    def __init__(self, connection: Connection, host: Any, node: Node, what: str, log: Path) -> None:
-        """Of a process that Ray is starting; `start` is what others call."""
+    def __init__(self, connection: Connection, node: Node, what: str, log: Path) -> None:
+        """Of a process that is not there yet; `start` is what others call."""
         self.pid = 0
-        self._connection, self._host, self._node, self._what, self._log = connection, host, node, what, log
+        self._connection, self._node, self._what, self._log = connection, node, what, log
+        self._host: Any = None
         self._has_answered = True  # since the last ping
         self._numbers, self._turns = itertools.count(), itertools.count()
         self._outbox: list[tuple[int, bytes | None]] = []
@@ -145,14 +146,14 @@ class Actor:
         log.touch()
         threads = {name: os.environ[name] for name in (_THREADS,) if name in os.environ}
         options = {**connection.options(node, gpus), "max_concurrency": _MAX_MESSAGES}
-        host = connection.ray.remote(_AsyncHost).options(**options).remote(import_path(), log, {**threads, **environment})
-        actor = cls(connection, host, node, what, log)
+        host = connection.ray.remote(_AsyncHost).options(**options)
+        actor = cls(connection, node, what, log)
         try:
             async with asyncio.timeout(_OPEN_S):
-                actor.pid = await actor._answer("start", actor._host.pid.remote())
-                # Starts what answers for the node: of a node that has just joined it would be too late when a ping is silent.
-                await asyncio.to_thread(connection.run, node, os.getpid)
+                await asyncio.to_thread(connection.reach, node)
+                actor._host = host.remote(import_path(), log, {**threads, **environment})
                 actor._tasks.append(asyncio.create_task(actor._watch()))
+                actor.pid = await actor._answer("start", actor._host.pid.remote())
                 actor._result("start", await actor._answer("start", actor._host.open.remote(pickle.dumps((kind, arguments)))))
                 actor._is_open = True
                 actor._tasks.append(asyncio.create_task(actor._fetch()))

@@ -125,6 +125,8 @@ class Actors:
         self.pids: list[int] = []
         self._actors: list[Any] = []
         try:
+            for node in set(self.nodes):
+                self._connection.reach(node)
             for number, node in enumerate(self.nodes):
                 self._actors.append(
                     host.options(**self._connection.options(node, gpus)).remote(import_path(), self._log(number))

@@ -137,6 +137,10 @@ class Connection:
         result: _ResultT = self.wait(node, self.start(node, function, *arguments), timeout_s)
         return result
 
+    def reach(self, node: Node) -> None:
+        """Start what answers for a node, which may have just joined: only then does silence mean anything. Raises as `run`."""
+        self.run(node, os.getpid, timeout_s=_START_S)
+
     def wait(self, node: Node, ref: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Return what `start` on `node` has begun. Raises as `run`."""
         try:
