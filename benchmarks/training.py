@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import foreign_environment
+from result_file import foreign_environment, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -272,9 +272,8 @@ def _report(
         "sweep": {"num_completion_tokens": num_swept, **{one.setting: _all(one, num_swept) for one in sweep}},
         "settings": {one.setting: _all(one, num_tokens) for one in measured},
     }
-    write_json(RESULTS / "training.json", {"command": COMMAND, "bars": bars, "figures": figures})
     write_text(RESULTS / "training.txt", console.export_text())
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+    return write_result("training", command=COMMAND, bars=bars, figures=figures)
 
 
 def _peak(one: Measured) -> float:

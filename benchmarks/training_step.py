@@ -23,10 +23,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from result_file import write_result
 from rich.console import Console
 from rich.table import Table
 
-from strop.run_directory import write_json, write_text
+from strop.run_directory import write_text
 from training import COMMAND, NUM_WEIGHTS_BODY, NUM_WEIGHTS_HEAD, OPTIONS, RESULTS, TIE, Worker, matmul_flops
 
 NUM_PROMPTS, GROUP_SIZE, COMPLETION_TOKENS, ROUNDS = 8, 8, 128, 3
@@ -156,9 +157,8 @@ def _report(console: Console, ours: Worker, theirs: Worker, flops: list[float], 
         "memory_of_trl": {"value": memory, "bar": "<= 1", "holds": memory <= 1},
     }
     name = "training_step" if precision == "bfloat16" else f"training_step_{precision}"
-    write_json(RESULTS / f"{name}.json", {"command": COMMAND, "bars": bars, "figures": figures})
     write_text(RESULTS / f"{name}.txt", console.export_text())
-    return 0 if all(each["holds"] for each in bars.values()) else 1
+    return write_result(name, command=COMMAND, bars=bars, figures=figures)
 
 
 if __name__ == "__main__":
