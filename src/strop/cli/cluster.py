@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from strop.cli.common import sigterm_as_interrupt
+from strop.cli.common import on_cluster, sigterm_as_interrupt
+from strop.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Start a Ray cluster on this machine, or print what starts one elsewhere.")
 
+_GPUS = 8  # of a node, unless the recipe or the user says otherwise
 _Recipe = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
-_Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes.")]
-_Gpus = Annotated[int, typer.Option(min=0, help="GPUs of each node.")]
+_Nodes = Annotated[
+    int | None, typer.Option(min=1, help="Number of nodes. Default: the recipe's `hardware`, or the fewest that it fits on.")
+]
+_Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of each node. Default: 8, or 0 if the recipe uses none.")]
 
 
 @app.command()
@@ -37,25 +42,60 @@ def up(
 
 
 @app.command()
-def slurm(recipe: _Recipe, nodes: _Nodes, gpus: _Gpus = 8) -> None:
+def slurm(recipe: _Recipe, nodes: _Nodes = None, gpus: _Gpus = None) -> None:
     """Print a script for sbatch that starts Ray on all nodes of a job and trains RECIPE."""
     from strop.cluster.rendering import slurm_script
-    from strop.recipe.load import load_recipe
 
-    typer.echo(slurm_script(load_recipe(recipe, []).name, recipe, num_nodes=nodes, num_gpus=gpus), nl=False)
+    name, num_nodes, num_gpus = _machines(recipe, nodes, gpus)
+    typer.echo(slurm_script(name, recipe, num_nodes=num_nodes, num_gpus=num_gpus), nl=False)
 
 
 @app.command()
 def kuberay(
     recipe: _Recipe,
-    nodes: _Nodes,
-    image: Annotated[str, typer.Option(help="Container image with strop[cluster].")],
+    image: Annotated[str, typer.Option(help="Container image with strop[cluster] and ray[default].")],
     claim: Annotated[str, typer.Option(help="Persistent volume claim with recipe, models and runs.")],
-    gpus: _Gpus = 8,
+    nodes: _Nodes = None,
+    gpus: _Gpus = None,
 ) -> None:
     """Print the manifest of a RayJob that trains RECIPE, for `kubectl apply`."""
     from strop.cluster.rendering import kuberay_manifest
+
+    name, num_nodes, num_gpus = _machines(recipe, nodes, gpus)
+    typer.echo(kuberay_manifest(name, recipe, num_nodes=num_nodes, num_gpus=num_gpus, image=image, claim=claim), nl=False)
+
+
+def _machines(path: Path, num: int | None, gpus: int | None) -> tuple[str, int, int]:
+    """Return the name of the recipe at `path`, the number of nodes, and the GPUs of each.
+
+    Raises:
+        UserError: a stage does not fit on `num` nodes, or on any number of nodes with so many GPUs.
+    """
+    from strop.cluster.placement import Node, place
+    from strop.pipeline.hardware import Hardware
+    from strop.pipeline.plan import roles_of
     from strop.recipe.load import load_recipe
 
-    name = load_recipe(recipe, []).name
-    typer.echo(kuberay_manifest(name, recipe, num_nodes=nodes, num_gpus=gpus, image=image, claim=claim), nl=False)
+    recipe = load_recipe(path, on_cluster("auto"))
+    devices = Hardware.named(recipe.hardware).num if recipe.hardware else 0
+    if gpus is None:
+        trainers = (getattr(stage.config, "trainer", None) for stage in recipe.stages.values())
+        tables = [*trainers, *(recipe.for_stage(name).engine for name, stage in recipe.stages.items() if stage.opens_engines)]
+        uses_gpus = any(getattr(table, "device", "cuda") != "cpu" for table in tables if table is not None)
+        gpus = min(devices, _GPUS) or (_GPUS if uses_gpus else 0)
+    if num is None and gpus:
+        num = -(-devices // gpus) or None
+    node = Node(id="", address="", name="", cpus=0.0, gpus=gpus, all_gpus=gpus)
+    roles = [roles_of(recipe, name, [node]) for name in recipe.stages]
+    most = num or max(1, *(each.ranks + each.engines + each.sandboxes for each in roles))
+    for tried in range(num or 1, most + 1):
+        nodes = [replace(node, id=str(number), name=f"node {number}") for number in range(1, tried + 1)]
+        try:
+            for each in roles:
+                place(nodes, each)
+        except UserError:
+            if tried == most:
+                raise
+        else:
+            break
+    return recipe.name, tried, gpus
