@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from strop.cluster.connection import Connection, connected, nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node
-from strop.doctor.finding import Diagnosis, Finding
-from strop.errors import StropError
+from strop.doctor.finding import Diagnosis, Finding, NotMade
+from strop.errors import StropError, UserError
 from strop.pipeline.plan import missing_environments, roles_of
 from strop.recipe.recipe import Recipe
 
@@ -59,6 +59,8 @@ def examine_cluster(recipe: Recipe, directory: Path, progress: Callable[[str], N
             progress(f"checking: {name}")
             try:
                 found = [Finding(check=name, detail=detail, remedy=remedy) for detail, remedy in check(cluster)]
+            except NotMade as why:
+                found = [Finding(check=name, detail=f"not made: {why}", is_made=False)]
             except StropError as error:
                 found = [Finding.from_message(name, str(error))]
             findings += [finding for finding in found if finding.is_problem] or found[:1]
@@ -107,7 +109,10 @@ def _check_gpus(cluster: _Cluster) -> Found:
 
 def _check_engines(cluster: _Cluster) -> Found:
     for name in cluster.recipe.stages:
-        placed = cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes))
+        try:
+            placed = cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes))
+        except UserError as why:
+            raise NotMade(f"{name} cannot be placed") from why
         for error in missing_environments(cluster.connection, cluster.recipe.for_stage(name).engine, placed):
             found = Finding.from_message("engine", str(error))
             yield found.detail, found.remedy
@@ -127,19 +132,19 @@ def _check_sandbox(cluster: _Cluster) -> Found:
 
 
 def _check_transfer(cluster: _Cluster) -> Found:
-    """The first node listens and sends; the others connect and receive."""
+    """Between the first node and each other one, in both directions: one listens and sends, the other connects and receives."""
     connection, shown = cluster.connection, []
     first, *others = cluster.nodes
-    for node in others:
-        if why := connection.run(node, _connect, first.address, _listening_port(connection, first)):
+    for source, target in [pair for node in others for pair in ((first, node), (node, first))]:
+        if why := connection.run(target, _connect, source.address, _listening_port(connection, source)):
             remedy = "Open all TCP ports between the nodes; ranks and Ray choose theirs when they start."
-            yield f"node {node} does not reach {first}: {why}.", remedy
+            yield f"node {target} does not reach {source}: {why}.", remedy
             continue
-        content = connection.start(first, bytes, _TRANSFER_BYTES)
+        content = connection.start(source, bytes, _TRANSFER_BYTES)
         connection.ray.wait([content])
         started = time.perf_counter()
-        connection.wait(node, connection.start(node, len, values=[content]))
-        shown.append(f"to {node} {_TRANSFER_BYTES / (time.perf_counter() - started) / 1e6:,.0f} MB/s")
+        connection.wait(target, connection.start(target, len, values=[content]))
+        shown.append(f"{source} to {target} {_TRANSFER_BYTES / (time.perf_counter() - started) / 1e6:,.0f} MB/s")
     yield "; ".join(shown) or "one node", ""
 
 
