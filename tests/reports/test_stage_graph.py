@@ -152,6 +152,17 @@ def run(tmp_path):
     nodes = ["10.0.0.1: 8 trainer ranks", "10.0.0.2: 2 engines"]
     events.append({"event": "placed", "stage": "cold", "time": 13500.0, "nodes": ["10.0.0.3: 8 trainer ranks"]})
     events.append({"event": "placed", "stage": "cold", "time": 13500.0, "nodes": nodes})
+    for event, process in (
+        ("node_lost", ""),
+        ("engine_lost", ""),
+        ("engine_lost", ""),
+        ("process_lost", "engine engine-0"),  # one of those two
+        ("process_lost", "code service 1"),
+        ("process_lost", "the trainer"),
+        ("trainer_restarted", ""),
+        ("warning", ""),
+    ):
+        events.append({"event": event, "stage": "", "time": 13500.0, "process": process})
     events.close()
     metrics = LineWriter(run.metrics)
     busy = {"time/step_s": 10.0, "time/update_s": 1.0, "time/score_s": 0.5, "time/publish_s": 0.5, "scheduler/busy_share": 0.5}
@@ -176,3 +187,4 @@ def test_a_page_shows_the_stages_of_a_run_as_its_directory_has_it(run):
     assert {each.name: each.hours for each in log.stages}["cold"] == ("6 core hours", "3 GPU hours")
     assert "1 step, 6 core hours, 3 GPU hours; on 10.0.0.1: 8 trainer ranks; on 10.0.0.2: 2 engines" in page
     assert "2 steps, trainer 20%, engines 45%, 1.5 tool calls at once" in page
+    assert "Lost, and started again or done without: 1 node, 2 engines, 1 code service, 1 trainer." in page

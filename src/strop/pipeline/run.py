@@ -100,8 +100,15 @@ async def train(
             note("warning", text=text)
             progress.warning(text)
 
+        loop = asyncio.get_running_loop()
+
+        def note_loss(event: str, **fields: Any) -> None:
+            note(event, **fields)
+            if event == "node_lost":  # other losses are shown by what they are of
+                loop.call_soon_threadsafe(notice, f"{fields['reason']}. It is not used any more.")
+
         if connection is not None:
-            connection.note = note
+            connection.note = note_loss
         if runner is None:
             if connection is not None and recipe.cluster is not None and (num := recipe.cluster.sandbox_nodes):
                 opening = open_services(recipe.sandbox, connection, num, run.path / "logs", notice)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from strop.reports.number_format import counted
 from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines
 
 Metrics: TypeAlias = Mapping[str, float]
@@ -102,6 +103,7 @@ class RunLog:
     stages: tuple[StageLog, ...]
     evaluations: tuple[Evaluation, ...]
     warnings: tuple[Warned, ...]
+    losses: tuple[str, ...] = ()  # nodes, engines, code services and trainers that were lost, counted
 
     @property
     def stale(self) -> dict[str, str]:
@@ -172,6 +174,7 @@ def read_run(run: RunDirectory) -> RunLog:
             if (path := run.stage(name).evaluation).exists()
         ),
         warnings=_warnings(events),
+        losses=_losses(events),
     )
 
 
@@ -311,6 +314,18 @@ def _warnings(events: list[dict[str, Any]]) -> tuple[Warned, ...]:
     warnings = (event for event in events if event.get("event") == "warning")
     counts = Counter((str(event.get("stage", "")), str(event.get("text", ""))) for event in warnings)
     return tuple(Warned(stage=stage, text=text, count=count) for (stage, text), count in counts.items())
+
+
+def _losses(events: list[dict[str, Any]]) -> tuple[str, ...]:
+    counts = Counter(str(event.get("event")) for event in events)
+    of = [str(event.get("process")) for event in events if event.get("event") == "process_lost"]
+    found = {
+        "node": counts["node_lost"],
+        "engine": counts["engine_lost"],
+        "code service": sum(process.startswith("code service") for process in of),
+        "trainer": counts["trainer_restarted"],
+    }
+    return tuple(counted(num, what) for what, num in found.items() if num)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
