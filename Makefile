@@ -72,7 +72,7 @@ test-sandbox: setup
 	$(call pytest,-m sandbox $(CATALOGUE),--numprocesses=2 --dist=loadgroup)
 	$(call pytest,-m sandbox tests/sandbox --ignore=$(CATALOGUE))
 
-# Runs on several machines: network namespaces of this one, joined by a switch. Needs root and iproute2, and skips without; vLLM there needs .venv-vllm/.ready.
+# Runs on several machines: network namespaces of this one, joined by a switch. Needs root and iproute2, and skips without (fails with STROP_NEEDS_MACHINES=1); vLLM there needs .venv-vllm/.ready.
 .PHONY: test-cluster
 test-cluster: setup
 	$(call pytest,-m cluster tests/cluster)

@@ -208,3 +208,14 @@ def test_the_entrypoint_of_the_manifest_trains_on_local_nodes(recipe, tmp_path):
     finally:
         up.kill()
         up.wait()
+
+
+@pytest.mark.parametrize("is_ci", [False, True])
+def test_machines_that_cannot_be_made_are_skipped_and_in_ci_fail(monkeypatch, is_ci):
+    monkeypatch.setattr("networks.shutil.which", lambda name: None)
+    monkeypatch.delenv("STROP_NEEDS_MACHINES", raising=False)
+    if is_ci:
+        monkeypatch.setenv("STROP_NEEDS_MACHINES", "1")
+    outcome = pytest.fail.Exception if is_ci else pytest.skip.Exception
+    with pytest.raises(outcome, match="need root and iproute2"):
+        Machines(2).__enter__()
