@@ -1,5 +1,6 @@
 """What one node lacks is named, with the node and the remedy, before anything is spent."""
 
+import os
 import sys
 
 import pytest
@@ -20,7 +21,7 @@ def unlike(tmp_path_factory):
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.8.0\n")
     runs = place / "runs"
     runs.mkdir()
-    environment = {"PYTHONPATH": str(metadata.parents[1])}
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(metadata.parents[1]), os.environ.get("PYTHONPATH")]))}
     with Machines(2, last=without(runs), environment=environment) as machines, LocalCluster(machines.nodes, cpus=1) as ray:
         yield Cluster(machines, ray), runs
 
