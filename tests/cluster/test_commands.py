@@ -83,7 +83,9 @@ def recipe(tmp_path):
 
 
 def said(*words):
-    return CliRunner().invoke(app, ["cluster", *map(str, words)], catch_exceptions=False).stdout
+    result = CliRunner().invoke(app, ["cluster", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def manifest_of(recipe, *words):
@@ -205,6 +207,8 @@ def test_the_entrypoint_of_the_manifest_trains_on_local_nodes(recipe, tmp_path):
         assert "sft: 2 updates" in done.stdout
         up.terminate()
         assert up.wait(30) == 0
+        left = subprocess.run(["pgrep", "-f", address], capture_output=True, text=True, check=False)
+        assert not left.stdout, left.stdout
     finally:
         up.kill()
         up.wait()

@@ -93,7 +93,7 @@ def test_two_replicas_take_the_adapter_of_two_ranks(tmp_path):
     assert placed[-1] == ["198.18.0.1: 1 trainer rank, 1 engine", "198.18.0.2: 1 trainer rank, 1 engine"]
     for number in range(2):
         [log] = (run.stage("rl").path / "logs").glob(f"engine-{number}-server.log")
-        assert log.read_text(encoding="utf-8").count("Loaded new LoRA adapter") == line["step"] + 1
+        assert log.read_text(encoding="utf-8").count("Loaded new LoRA adapter") == 3  # before the two steps, and after each
     assert (run.stage("rl").path / "adapter" / "adapter_config.json").exists()
 
 

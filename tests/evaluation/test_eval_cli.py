@@ -40,9 +40,9 @@ def test_the_name_of_a_result_tells_models_apart_that_have_the_same_weights(tmp_
         (tmp_path / "chat_template.jinja").write_text(template)
         found = invoke(recipe, "--model", tmp_path)
         assert found.exit_code == 0
-        assert "stage 'before'; the recipe's others, each by --stage: after" in found.output
+        assert "other evaluations of this recipe (--stage): after" in found.output
         assert f"evaluating {tmp_path} with stage 'before' of {recipe}" in found.output
-    assert "others" not in invoke(recipe, "--model", tmp_path, "--stage", "after").output
+    assert "other evaluations" not in invoke(recipe, "--model", tmp_path, "--stage", "after").output
     assert names[0] == names[1] != names[2]
 
 

@@ -32,6 +32,9 @@ class LosesNode:
             self.was_lost = True
             thread.start()
             thread.join()
+        return self.placement_of(roles)
+
+    def placement_of(self, roles):
         return place(self.nodes(), roles)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strop.cli.common import on_cluster, sigterm_as_interrupt
 from strop.errors import UserError
+
+if TYPE_CHECKING:
+    from strop.cluster.placement import Node, Roles
 
 app = typer.Typer(no_args_is_help=True, help="Start a Ray cluster on this machine, or print what starts one elsewhere.")
 
@@ -71,31 +76,35 @@ def _machines(path: Path, num: int | None, gpus: int | None) -> tuple[str, int, 
     Raises:
         UserError: a stage does not fit on `num` nodes, or on any number of nodes with so many GPUs.
     """
-    from strop.cluster.placement import Node, place
+    from strop.cluster.placement import Node
     from strop.pipeline.hardware import Hardware
     from strop.pipeline.plan import roles_of
     from strop.recipe.load import load_recipe
 
     recipe = load_recipe(path, on_cluster("auto"))
     devices = Hardware.named(recipe.hardware).num if recipe.hardware else 0
+    node = Node(id="", address="", name="", cpus=0.0, gpus=_GPUS, all_gpus=_GPUS)
     if gpus is None:
-        trainers = (getattr(stage.config, "trainer", None) for stage in recipe.stages.values())
-        tables = [*trainers, *(recipe.for_stage(name).engine for name, stage in recipe.stages.items() if stage.opens_engines)]
-        uses_gpus = any(getattr(table, "device", "cuda") != "cpu" for table in tables if table is not None)
+        uses_gpus = any(roles_of(recipe, name, [node]).gpus for name in recipe.stages)
         gpus = min(devices, _GPUS) or (_GPUS if uses_gpus else 0)
-    if num is None and gpus:
-        num = -(-devices // gpus) or None
-    node = Node(id="", address="", name="", cpus=0.0, gpus=gpus, all_gpus=gpus)
-    roles = [roles_of(recipe, name, [node]) for name in recipe.stages]
-    most = num or max(1, *(each.ranks + each.engines + each.sandboxes for each in roles))
-    for tried in range(num or 1, most + 1):
-        nodes = [replace(node, id=str(number), name=f"node {number}") for number in range(1, tried + 1)]
-        try:
-            for each in roles:
-                place(nodes, each)
-        except UserError:
-            if tried == most:
-                raise
-        else:
-            break
-    return recipe.name, tried, gpus
+    if num is None and devices and gpus:
+        num = -(-devices // gpus)
+    node = replace(node, gpus=gpus, all_gpus=gpus)
+    return recipe.name, _fewest_nodes(node, [roles_of(recipe, name, [node]) for name in recipe.stages], num), gpus
+
+
+def _fewest_nodes(node: Node, stages: Sequence[Roles], num: int | None) -> int:
+    """Return on how many nodes like `node` every stage fits; `num` if that is given. Raises as `place`."""
+    from strop.cluster.placement import place
+
+    def place_on(num: int) -> int:
+        nodes = [replace(node, id=str(number), name=f"node {number}") for number in range(1, num + 1)]
+        for roles in stages:
+            place(nodes, roles)
+        return num
+
+    most = num or max(1, *(roles.ranks + roles.engines + roles.sandboxes for roles in stages))
+    for fewer in range(num or 1, most):
+        with contextlib.suppress(UserError):
+            return place_on(fewer)
+    return place_on(most)

@@ -98,14 +98,14 @@ def print_dry_run(
     state: Sequence[str] = (),
 ) -> None:
     """Print the plan of `recipe`. Raises `Exit` with code 2 if the hardware cannot run a stage."""
-    from strop.pipeline.hardware import ASSUMPTIONS, Hardware
+    from strop.pipeline.hardware import ASSUMPTIONS, NOT_COUNTED, Hardware
     from strop.pipeline.plan import plan
     from strop.reports.terminal import print_plan
 
     if hardware is not None:
         recipe = recipe.model_copy(update={"hardware": hardware})
     stages = plan(recipe, until=until, start=start, only=only)
-    basis = "measured on this machine; prompts, tool calls, validation, loading and publication are not counted"
+    basis = f"measured on this machine; {NOT_COUNTED}"
     if recipe.hardware:
         on = Hardware.named(recipe.hardware)
         is_short = on.is_several_machines and recipe.cluster is None

@@ -65,7 +65,7 @@ def run(
     chosen = choose_evaluation(loaded, stage, overrides or [])
     others = [each for each in evaluations_in(loaded) if each != chosen] if stage is None else []
     if others:
-        typer.echo(printable(f"stage {chosen!r}; the recipe's others, each by --stage: {', '.join(others)}"))
+        typer.echo(printable(f"other evaluations of this recipe (--stage): {', '.join(others)}"))
     if dry_run:
         print_dry_run(evaluation_of(loaded, str(model), chosen), hardware)
         return

@@ -71,7 +71,7 @@ class Connection:
     def __init__(self, ray: Any, directory: Path | None = None) -> None:
         self.ray, self.directory = ray, directory
         self.num_users = 0
-        self.note: Callable[..., None] = lambda event, **fields: None
+        self.note: Callable[..., None] = ignore
         self.placement: Placement | None = None
         self._here: str = ray.get_runtime_context().get_node_id()
         self._agents: dict[str, Any] = {}
@@ -138,8 +138,16 @@ class Connection:
         return result
 
     def reach(self, node: Node) -> None:
-        """Start what answers for a node, which may have just joined: only then does silence mean anything. Raises as `run`."""
-        self.run(node, os.getpid, timeout_s=_START_S)
+        """Start what answers for a node, which may have just joined: only then does silence mean anything.
+
+        Raises:
+            ActorsLost: it does not start. The node is not used again.
+        """
+        try:
+            self.run(node, os.getpid, timeout_s=_START_S)
+        except ActorsLost as error:
+            self.set_aside(node, str(error))
+            raise
 
     def wait(self, node: Node, ref: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Return what `start` on `node` has begun. Raises as `run`."""
@@ -152,13 +160,17 @@ class Connection:
 
     def place(self, roles: Roles) -> Placement:
         """Set and return the placement. Raises `UserError` if the cluster is too small."""
-        self.placement = self._place(roles)
+        self.placement = self.placement_of(roles)
         shared = self.placement.devices or ((),) * len(self.placement.engines)
         self._engines_left = list(zip(self.placement.engines, shared, strict=True))
         return self.placement
 
-    def _place(self, roles: Roles) -> Placement:
-        """Return a placement. The GPUs of processes that have just ended are free some time later."""
+    def placement_of(self, roles: Roles) -> Placement:
+        """Return where it would all go. GPUs of processes that have just ended are free some time later, and waited for.
+
+        Raises:
+            UserError: the cluster is too small.
+        """
         ends_at = time.monotonic() + _FREE_S
         while True:
             nodes = self.nodes()
@@ -184,7 +196,7 @@ class Connection:
         if self.placement.devices:
             raise EngineLost("an engine that shares the trainer's GPUs on a cluster is not replaced before the next stage.")
         try:
-            return self._place(Roles(engines=1, gpus_of_engine=num)).engines[0], num, ()
+            return self.placement_of(Roles(engines=1, gpus_of_engine=num)).engines[0], num, ()
         except UserError as error:
             raise EngineLost(str(error)) from error
 
@@ -209,6 +221,10 @@ class Connection:
         if node.id not in self._lost:
             self._lost.add(node.id)
             self.note("node_lost", node=str(node), reason=why)
+
+
+def ignore(event: str, **fields: Any) -> None:
+    """Note nothing."""
 
 
 def _name(node: Mapping[str, Any], *, is_unique: bool) -> str:
@@ -370,8 +386,7 @@ def versions() -> dict[str, str]:
     for name in ("strop", "torch", "transformers", "ray"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-    own = [path for path in Path(__file__).parents[1].rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    digest = hashlib.sha256("".join(file_digests(sorted(own)).values()).encode())
+    digest = hashlib.sha256("".join(file_digests(sorted(Path(__file__).parents[1].rglob("*.py"))).values()).encode())
     return {**found, "strop": f"{found.get('strop')} ({digest.hexdigest()[:8]})"}  # one version covers many commits
 
 
@@ -380,7 +395,12 @@ def unlike_nodes(connection: Connection) -> Iterator[tuple[str, str]]:
     here = versions()
     for node in connection.nodes():
         there = connection.run(node, versions, timeout_s=_START_S)
-        if other := [f"{name} {there.get(name)} instead of {here[name]}" for name in here if there.get(name) != here[name]]:
+        other = [
+            f"{name} {there[name]} instead of {version}" if name in there else f"no {name}"
+            for name, version in here.items()
+            if there.get(name) != version
+        ]
+        if other:
             yield f"node {node} has {', '.join(other)}.", f"Install the same versions on {node}."
 
 

@@ -40,6 +40,7 @@ set -euo pipefail
 export RAY_AUTH_TOKEN="${{RAY_AUTH_TOKEN:-$(ray get-auth-token --generate)}}"
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 code="$(mktemp)"  # of the command; symmetric-run of Ray 2.60 exits with 1 after it has ended Ray
+trap 'rm -f "$code"' EXIT
 echo 1 > "$code"
 srun ray symmetric-run --address "$head:{_PORT}" --min-nodes {num_nodes} -- \\
     bash -c '"$@"; echo $? > "$0"' "$code" {shlex.join(train_command(recipe))} || true

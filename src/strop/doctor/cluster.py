@@ -15,12 +15,13 @@ from typing import TypeAlias
 
 from strop.cluster.connection import Connection, connected, nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node
-from strop.doctor.finding import Diagnosis, Finding, NotMade
+from strop.doctor.finding import Diagnosis, Finding
 from strop.errors import StropError, UserError
 from strop.pipeline.plan import missing_environments, roles_of
 from strop.recipe.recipe import Recipe
 
 _CLOCK_S = 1.0
+_MADE_S = 30.0  # until what is sent is there
 _TRANSFER_BYTES = 64 << 20
 _SANDBOX_S = 120.0
 _CONNECT_S = 5.0
@@ -59,8 +60,6 @@ def examine_cluster(recipe: Recipe, directory: Path, progress: Callable[[str], N
             progress(f"checking: {name}")
             try:
                 found = [Finding(check=name, detail=detail, remedy=remedy) for detail, remedy in check(cluster)]
-            except NotMade as why:
-                found = [Finding(check=name, detail=f"not made: {why}", is_made=False)]
             except StropError as error:
                 found = [Finding.from_message(name, str(error))]
             findings += [finding for finding in found if finding.is_problem] or found[:1]
@@ -71,7 +70,7 @@ def _check_placement(cluster: _Cluster) -> Found:
     lines = []
     for name, stage in cluster.recipe.stages.items():
         if stage.opens_engines or hasattr(stage.config, "trainer"):
-            placed = cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes))
+            placed = cluster.connection.placement_of(roles_of(cluster.recipe, name, cluster.nodes))
             lines += [f"{name}: {line}" for line in placed.lines()]
     yield "\n".join(lines) or "no stage needs a node", ""
 
@@ -108,15 +107,17 @@ def _check_gpus(cluster: _Cluster) -> Found:
 
 
 def _check_engines(cluster: _Cluster) -> Found:
+    num_placed = 0
     for name in cluster.recipe.stages:
         try:
-            placed = cluster.connection.place(roles_of(cluster.recipe, name, cluster.nodes))
-        except UserError as why:
-            raise NotMade(f"{name} cannot be placed") from why
+            placed = cluster.connection.placement_of(roles_of(cluster.recipe, name, cluster.nodes))
+        except UserError:  # the check of placement says so
+            continue
+        num_placed += 1
         for error in missing_environments(cluster.connection, cluster.recipe.for_stage(name).engine, placed):
             found = Finding.from_message("engine", str(error))
             yield found.detail, found.remedy
-    yield "each node of an engine has its environment", ""
+    yield "each node of an engine has its environment" if num_placed else "no stage can be placed", ""
 
 
 def _check_sandbox(cluster: _Cluster) -> Found:
@@ -141,7 +142,7 @@ def _check_transfer(cluster: _Cluster) -> Found:
             yield f"node {target} does not reach {source}: {why}.", remedy
             continue
         content = connection.start(source, bytes, _TRANSFER_BYTES)
-        connection.ray.wait([content])
+        connection.ray.wait([content], timeout=_MADE_S, fetch_local=False)
         started = time.perf_counter()
         connection.wait(target, connection.start(target, len, values=[content]))
         shown.append(f"{source} to {target} {_TRANSFER_BYTES / (time.perf_counter() - started) / 1e6:,.0f} MB/s")

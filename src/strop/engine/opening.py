@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.engine.protocol import InferenceEngine
 from strop.engine.publication import Publication
 from strop.engine.servers.engine import ServerEngine
-from strop.engine.servers.server import Server
+from strop.engine.servers.server import Server, environment_of
 from strop.engine.servers.sglang import SglangServer
 from strop.engine.servers.vllm import VllmServer
 from strop.errors import EngineLost, UserError
 
+_LACKS = 9  # an exit code that Python does not use
+_FIND_S = 60.0
 Detokenizer = Callable[[Sequence[int]], str]
 
 
@@ -118,17 +120,16 @@ async def _open_server_engine(
 
 
 async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, log: Path) -> Server[Any]:
-    check_interpreter(config)
+    await asyncio.to_thread(check_interpreter, config)
     kind: type[Server[Any]] = SglangServer if isinstance(config, SglangConfig) else VllmServer
     try:
         if config.addresses:
             return await kind.connect(config.addresses[0], config)
         return await kind.start(name, model, config, log=log)
     except EngineLost as error:
-        mended = not_reached(error, config.addresses[0]) if config.addresses else error
-        if mended is error:
-            raise
-        raise mended from error
+        if config.addresses and (mended := not_reached(error, config.addresses[0])) is not error:
+            raise mended from error
+        raise
 
 
 def _seen(devices: Sequence[int]) -> dict[str, str]:
@@ -165,7 +166,7 @@ def check_interpreter(config: VllmConfig | SglangConfig) -> None:
     if config.python is None:
         return
     if shutil.which(config.python, path=config.environment.get("PATH")) is not None:
-        if _lacks_package(config.python, config.kind, tuple(config.environment.items())):
+        if _lacks_package(config, config.python):
             raise UserError(f"engine.python: {config.python} has no module {config.kind!r}. {_how_to_get_one(config)}")
         return
     is_bare = os.sep not in str(config.python)  # a word like python3 is looked for as a shell does
@@ -176,12 +177,14 @@ def check_interpreter(config: VllmConfig | SglangConfig) -> None:
     raise UserError(f"engine.python: {config.python} {fault}. {_how_to_get_one(config)}")
 
 
-@cache
-def _lacks_package(python: Path, name: str, environment: Sequence[tuple[str, str]]) -> bool:
-    """Whether this interpreter does not find the package. Nothing of it is imported."""
-    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    found = subprocess.run([python, "-c", find, name], env=os.environ | dict(environment), capture_output=True)
-    return found.returncode == 1
+def _lacks_package(config: VllmConfig | SglangConfig, python: Path) -> bool:
+    """Whether the interpreter does not find the server's package. Nothing of it is imported."""
+    find = f"import importlib.util, sys; sys.exit({_LACKS} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        words = [str(python), "-c", find, config.kind]
+        found = subprocess.run(words, env=environment_of(config, {}), capture_output=True, timeout=_FIND_S, check=False)
+        return found.returncode == _LACKS
+    return False
 
 
 def not_reached(error: EngineLost, address: str) -> EngineLost | UserError:

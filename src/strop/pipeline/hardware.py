@@ -35,9 +35,10 @@ _PEAK_SHARE, _BANDWIDTH_SHARE = 0.4, 0.6
 _TOKEN_SHARE = 1 / 3  # of the token limits, what the demo's stages were seen to use
 _ACTIVATIONS = 34  # values of a token, layer and channel that the backward pass needs
 _HOST_BYTES, _DISK_BYTES = 42, 22  # of a token of a long rollout, by `make bench-rollouts`
+NOT_COUNTED = "prompts, tool calls, validation, loading and publication are not counted"
 ASSUMPTIONS = (
     "assumed: responses of a third of their limit, and one at the limit in each step; decoding at 60% of the bandwidth or 40%"
-    " of the peak, training at 40% of the peak. Prompts, tool calls, validation, loading and publication are not counted"
+    f" of the peak, training at 40% of the peak; {NOT_COUNTED}"
 )
 
 

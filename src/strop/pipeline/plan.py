@@ -80,9 +80,9 @@ def check_stages(
     machine = Machine(is_elsewhere=recipe.cluster is not None or (is_plan and bool(recipe.hardware)))
     made_before: list[Path] = []
     found: dict[str, list[str]] = {}
+    of_tools = _missing_files_of_tools(recipe)  # which the first stage opens for all
     for name in names:
         absent: list[str] = []
-        of_tools = () if found else _missing_files_of_tools(recipe)  # the first stage opens them for all
         for problem in chain(_problems_of(recipe, name, machine), _missing_files(recipe, name, made_before), of_tools):
             if not isinstance(problem, NotThere):
                 raise problem
@@ -142,7 +142,7 @@ def check_nodes(connection: Connection, recipe: Recipe, names: Iterable[str]) ->
         UserError: the cluster is too small for one of them, or a node lacks the environment of its engine.
     """
     nodes = connection.nodes()
-    placements = {name: place(nodes, roles_of(recipe, name, nodes)) for name in names}
+    placements = {name: connection.placement_of(roles_of(recipe, name, nodes)) for name in names}
     for name, placement in placements.items():
         for error in missing_environments(connection, recipe.for_stage(name).engine, placement):
             raise error

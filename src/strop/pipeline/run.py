@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from strop import user_code
-from strop.cluster.connection import Connection, connected
+from strop.cluster.connection import Connection, connected, ignore
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
 from strop.errors import TrainerLost
@@ -109,6 +109,7 @@ async def train(
 
         if connection is not None:
             connection.note = note_loss
+            opened.callback(setattr, connection, "note", ignore)
         if runner is None:
             if connection is not None and recipe.cluster is not None and (num := recipe.cluster.sandbox_nodes):
                 opening = open_services(recipe.sandbox, connection, num, run.path / "logs", notice)
