@@ -1,5 +1,6 @@
 """What every test shares: no network, no chatter, one thread, and one whole scripted run that several tests look at."""
 
+import gc
 import os
 import sys
 
@@ -8,6 +9,18 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Garbage collection does not go through what thousands of tests import: not meanwhile, and not in each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
