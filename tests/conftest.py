@@ -23,6 +23,20 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With --dist=loadfile, one worker has all files of the doctor's tests, which share a code service."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/doctor" if nodeid.startswith("tests/doctor/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Small tensors take longer where threads share them, and a recipe sets the number for the whole process."""
