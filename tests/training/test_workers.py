@@ -121,10 +121,21 @@ def test_law_4_two_ranks_give_the_gradient_of_one_by_rounding_only(model_directo
 
 
 @pytest.fixture(scope="module")
-def telling(model_directory, tmp_path_factory):
+def tied_with_head(model_directory, tmp_path_factory):
+    """The model with what other programs write beside it: a tied head once more, and settings of generation."""
+    path = tmp_path_factory.mktemp("tied") / "model"
+    shutil.copytree(model_directory, path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 9], "top_k": 20}')
+    return path
+
+
+@pytest.fixture(scope="module")
+def telling(tied_with_head, tmp_path_factory):
     """Two ranks that several tests share, since they take seconds to start, and a checkpoint of them as they began."""
     settings = {"optimizer": TELLING, "max_tokens_per_microbatch": 5, "max_skipped_updates": 2}
-    divided = Trainer.from_directory(model_directory, config_of(2, **settings), reference=model_directory)
+    divided = Trainer.from_directory(tied_with_head, config_of(2, **settings), reference=tied_with_head)
     began = tmp_path_factory.mktemp("ranks") / "began"
     asyncio.run(divided.save(began))
     yield divided, began, settings
@@ -429,25 +440,16 @@ def test_workers_without_ray_are_refused_with_what_to_install(model_directory, m
         Trainer.from_directory(model_directory, config_of(2))
 
 
-@pytest.fixture
-def tied_with_head(model_directory, tmp_path):
-    """The model with what other programs write beside it: a tied head once more, and settings of generation."""
-    path = tmp_path / "model"
-    shutil.copytree(model_directory, path)
-    tensors = load_file(path / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
-    (path / "generation_config.json").write_text('{"eos_token_id": [7, 9], "top_k": 20}')
-    return path
-
-
-def test_ranks_save_what_one_process_saves_of_a_model_of_others(tied_with_head, tmp_path):
-    trainers = [Trainer.from_directory(tied_with_head, config_of(workers)) for workers in (0, 2)]
+def test_ranks_save_what_one_process_saves_of_a_model_of_others(telling, tied_with_head, tmp_path):
+    divided, began, settings = telling
+    alone = Trainer.from_directory(tied_with_head, config_of(0, **settings))
 
     async def scenario():
-        for number, trainer in enumerate(trainers):
+        await divided.load(began)
+        for number, trainer in enumerate((alone, divided)):
             await trainer.save_model(tmp_path / str(number))
 
-    closing(scenario, *trainers)
+    closing(scenario, alone)
     alone, divided = (json.loads((tmp_path / name / "generation_config.json").read_text()) for name in "01")
     assert alone == divided
     assert alone["eos_token_id"] == [7, 9]
@@ -456,8 +458,8 @@ def test_ranks_save_what_one_process_saves_of_a_model_of_others(tied_with_head, 
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_a_publication_that_one_rank_cannot_write_leaves_the_ranks_as_they_are(pair, tmp_path):
-    trainer = pair
+def test_a_publication_that_one_rank_cannot_write_leaves_the_ranks_as_they_are(telling, tmp_path):
+    trainer, _, _ = telling
     (tmp_path / "rank-0001-00000.safetensors").mkdir()  # where rank 1 is to write
     with pytest.raises(MachineError, match=r"rank-0001.*cannot be written.*Free space in"):
         trainer.learner.write_published([tmp_path, tmp_path], torch.float32)
