@@ -396,20 +396,6 @@ def test_a_new_conversation_reads_no_cache_of_older_weights_though_requests_were
     run(scenario)
 
 
-def test_a_closed_engine_fails_what_runs_and_refuses_the_rest(run):
-    async def scenario(engine):
-        [running] = await _under_way(engine, "a")
-        await engine.close()
-        with pytest.raises(EngineLost, match="closed"):
-            await running
-        with pytest.raises(EngineLost, match="closed"):
-            await engine.complete(make_request("b", [1]))
-        await engine.release("a")
-        await engine.close()
-
-    run(scenario)
-
-
 def test_weights_are_held_in_the_dtype_that_is_announced(run):
     async def scenario(engine):
         assert engine.capabilities.dtype is torch.float32
@@ -449,5 +435,19 @@ def test_a_conversation_whose_next_request_was_refused_keeps_its_id(run):
         await engine.complete(going_on)  # in its slot: no other is free
         await engine.release("on")
         await engine.complete(make_request("a", [1]))
+
+    run(scenario)
+
+
+def test_a_closed_engine_fails_what_runs_and_refuses_the_rest(run):
+    async def scenario(engine):
+        [running] = await _under_way(engine, "a")
+        await engine.close()
+        with pytest.raises(EngineLost, match="closed"):
+            await running
+        with pytest.raises(EngineLost, match="closed"):
+            await engine.complete(make_request("b", [1]))
+        await engine.release("a")
+        await engine.close()
 
     run(scenario)
