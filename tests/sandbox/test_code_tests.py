@@ -13,26 +13,27 @@ PASSED, WRONG, NOT_RUN = CaseOutcome.PASSED, CaseOutcome.WRONG_OUTPUT, CaseOutco
 SQUARES = [CodeTest(stdin=f"{number}\n", expected=f"{number * number}\n") for number in range(1, 6)]
 
 
-def run(code, tests, **options):
-    async def in_sandbox():
-        async with LocalSandbox(SandboxConfig(max_running=4)) as sandbox:
-            return await run_tests(sandbox, code, tests, **options)
-
-    return asyncio.run(in_sandbox())
+@pytest.fixture(scope="module")
+def run():
+    """Runs tests on one sandbox: it takes a second to start."""
+    with asyncio.Runner() as runner:
+        sandbox = LocalSandbox(SandboxConfig(max_running=4))
+        yield lambda code, tests, **options: runner.run(run_tests(sandbox, code, tests, **options))
+        runner.run(sandbox.close())
 
 
 def outcomes(report):
     return [case.outcome for case in report.cases]
 
 
-def test_a_right_program_passes_every_test():
+def test_a_right_program_passes_every_test(run):
     report = run("print(int(input()) ** 2)", SQUARES)
     assert outcomes(report) == [PASSED] * 5
     assert report.is_passed
     assert report.passed_share == 1.0
 
 
-def test_tests_after_the_first_failure_are_not_run():
+def test_tests_after_the_first_failure_are_not_run(run):
     code = "n = int(input())\nprint(n * n if n != 3 else 0)"
     report = run(code, SQUARES)
     assert outcomes(report) == [PASSED, PASSED, WRONG, NOT_RUN, NOT_RUN]
@@ -54,7 +55,7 @@ def test_tests_after_the_first_failure_are_not_run():
         ("x = '\0'", CaseOutcome.REJECTED, "the code holds a NUL character"),
     ],
 )
-def test_what_a_program_does_instead_is_told(code, outcome, why):
+def test_what_a_program_does_instead_is_told(run, code, outcome, why):
     (case,) = run(code, SQUARES[:1], wall_s=0.5).cases
     assert (case.outcome, case.why) == (outcome, why)
 
@@ -69,11 +70,11 @@ def test_what_a_program_does_instead_is_told(code, outcome, why):
         "\ufeffimport sys\nsys.stderr.write('!')\nprint(int(input()) ** 2)",
     ],
 )
-def test_output_to_stderr_does_not_matter(code):
+def test_output_to_stderr_does_not_matter(run, code):
     assert run(code, SQUARES[:2]).is_passed
 
 
-def test_a_prelude_runs_before_the_program_and_its_function():
+def test_a_prelude_runs_before_the_program_and_its_function(run):
     prelude = "from collections import *; import sys; sys.setrecursionlimit(30_000)"
     program = "def depth(n):\n    return n and 1 + depth(n - 1)\n\nprint(depth(20_000), Counter('aa')['a'])"
     assert run(program, [CodeTest(stdin="", expected="20000 2")], prelude=prelude).is_passed
@@ -108,14 +109,14 @@ TIMES = "def times(n, values):\n    return [n * each for each in values]\n"
         ("print('[6, 8]')\nraise SystemExit", [PASSED, WRONG]),
     ],
 )
-def test_a_function_is_called_with_the_arguments_of_each_test(code, expected):
+def test_a_function_is_called_with_the_arguments_of_each_test(run, code, expected):
     assert outcomes(run(code, CALLS, function="times", stop_at_first_failure=False)) == expected
 
 
 @pytest.mark.parametrize(
     ("value", "is_passed"), [("3", True), ("[3]", True), ("[3, 4]", False), ("[[3]]", False), ("3.0000000000001", True)]
 )
-def test_a_value_also_passes_as_the_only_one_of_a_list(value, is_passed):
+def test_a_value_also_passes_as_the_only_one_of_a_list(run, value, is_passed):
     assert run("def f():\n    return 3", [CodeTest(stdin="[]", expected=value)], function="f").is_passed == is_passed
 
 
@@ -140,7 +141,7 @@ def test_the_first_line_that_differs_is_named(expected, printed, difference):
     assert first_difference(expected, printed) == difference
 
 
-def test_a_long_output_is_compared_to_its_end():
+def test_a_long_output_is_compared_to_its_end(run):
     expected = "".join(f"{number}\n" for number in range(60_000))
     test = CodeTest(stdin="", expected=expected)
     assert run("for n in range(60_000): print(n)", [test]).is_passed
