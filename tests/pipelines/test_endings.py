@@ -239,17 +239,14 @@ def test_a_policy_that_collapses_ends_its_stage_and_the_best_that_was_measured_i
     assert f"the policy is that of step {best}" in run.report.read_text()
 
 
-@pytest.mark.parametrize("fallen", ["before the last checkpoint", "after it"])
-def test_law_9_a_run_that_falls_as_its_policy_collapses_ends_as_it_would_have(begun, collapsed, tmp_path, fallen, monkeypatch):
+def test_law_9_a_run_that_falls_as_its_policy_collapses_ends_as_it_would_have(begun, collapsed, tmp_path, monkeypatch):
     whole, _ = collapsed
     directory = shutil.copytree(begun, tmp_path / "run")
-    if fallen == "after it":
-        with monkeypatch.context() as patched:
-            patched.setattr("strop.stages.rl.write_product", fall)
-            with pytest.raises(KeyboardInterrupt):
-                collapse(directory)
-    else:
-        with falling("rl", before=len(lines_of(whole))):
+    with falling("rl", before=len(lines_of(whole))):  # before the last checkpoint
+        collapse(directory)
+    with monkeypatch.context() as patched:  # and after it
+        patched.setattr("strop.stages.rl.write_product", fall)
+        with pytest.raises(KeyboardInterrupt):
             collapse(directory)
     run, _ = collapse(directory)
     assert_same_training(run, whole)
