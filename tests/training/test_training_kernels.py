@@ -1,14 +1,14 @@
 """The compiled attention of rows against torch's in float32, and what happens where there can be none."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
+from strop.engine.torch.cpu import compiled
 from strop.training.batch import Read, Waves, lay_out
 from strop.training.cpu import kernels as kernels_module
 from strop.training.cpu.attention import _Reads, attention_kernels
@@ -155,6 +155,7 @@ def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkey
     heads = some_heads(layout.ids.shape[1], 4, 2, 32)
     expected = outputs_and_gradients(heads, layout)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_COMPILE", ("-O0", *compiled._COMPILE[1:]))  # in seconds less
     source = tmp_path / "kernels.c"
     for right, wrong in (
         ("1.0f / total[i]", "0.9f / total[i]"),
@@ -228,41 +229,24 @@ def test_the_head_s_gradients_are_torch_s(kernels, monkeypatch, of_logprobs, of_
         assert (ours - torch_s).norm() <= 0.01 * torch_s.norm()
 
 
-_FIRST_USES = """
-import os
-import torch
-from torch.utils.checkpoint import checkpoint
-from strop.training.cpu.lean_layers import elementwise_kernels, rms_norm
+@pytest.mark.parametrize("within", ["checkpoint", "autocast", "inference mode"])
+def test_they_are_proven_whatever_the_first_caller_is_within(kernels, within):
+    inputs, weight = torch.randn(4, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
 
-inputs, weight = torch.randn(4, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
+    def run(x):
+        return rms_norm(x, weight, 1e-5) * x
 
-def run(x):
-    return rms_norm(x, weight, 1e-5) * x
-
-def within_checkpoint():
-    checkpoint(run, inputs, use_reentrant=False).sum().backward()
-
-def within_autocast():
-    with torch.autocast("cpu", torch.bfloat16):
-        run(inputs).sum().backward()
-
-def within_inference():
-    with torch.inference_mode():
-        run(inputs)
-
-for use in (within_checkpoint, within_autocast, within_inference):
-    child = os.fork()
-    if not child:
-        use()
-        assert elementwise_kernels(inputs) is not None
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, use
-"""
-
-
-def test_they_are_proven_whatever_the_first_caller_is_within(kernels):
-    run = subprocess.run([sys.executable, "-c", _FIRST_USES], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    kernels_module.compiled.cache_clear()
+    if within == "checkpoint":
+        checkpoint(run, inputs, use_reentrant=False).sum().backward()
+    elif within == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            run(inputs).sum().backward()
+    else:
+        with torch.inference_mode():
+            run(inputs)
+    assert kernels_module.compiled.cache_info().currsize == 1
+    assert elementwise_kernels(inputs) is not None
 
 
 def test_targets_are_read_wherever_and_however_they_lie_and_others_are_refused(kernels):
