@@ -249,7 +249,7 @@ def labels(*names):
 def test_every_label_is_right_for_itself_and_a_number_is_wrong_for_the_one_before_it(names, fast):
     golds = labels(*names)
     assert len(golds) >= 500
-    for gold in golds:
+    for gold in golds if fast or len(golds) == 500 else golds[::5]:  # the text decides, before `fast` makes a difference
         assert r1_zero_reward_fn(in_format(f" {gold} "), gold, fast=fast) == RIGHT, gold
         assert question_only_reward_fn(in_box(gold), gold, fast=fast) == RIGHT, gold
         number = plain_number(gold)
