@@ -36,7 +36,10 @@ def fences(page: str, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(TEXTS[page]) if kind == language]
 
 
-@pytest.mark.parametrize("page", [page for page in TEXTS if fences(page, "python")])
+RUN_ELSEWHERE = "docs/sandbox.md"  # by tests/sandbox/test_page.py, with a service
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if fences(page, "python") and page != RUN_ELSEWHERE])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {"__name__": "page"}
     for code in fences(page, "python"):

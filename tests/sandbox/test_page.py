@@ -1,4 +1,4 @@
-"""What docs/sandbox.md shows of a running service works as it stands there, and its tables have the numbers of the code."""
+"""What docs/sandbox.md shows works as it stands there, and its tables have the numbers of the code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.sandbox import limits
-from strop.sandbox.protocol import RunRequest, SessionLimits
+from strop.sandbox.protocol import CodeService, RunRequest, SessionLimits
 from strop.sandbox.server.ndjson import ProblemKind
 from strop.sandbox.server.openapi import ROUTES
 
@@ -42,12 +43,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
             process.send_signal(signal.SIGTERM)
 
 
-def test_the_asynchronous_code_works_with_a_service(service: tuple[str, Path]) -> None:
+def test_the_code_works_on_this_machine_and_the_asynchronous_code_with_a_service(service: tuple[str, Path]) -> None:
     url, _ = service
-    [code] = [code for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "def there" in code]
-    namespace: dict[str, object] = {"__name__": "page"}
-    exec(compile(code.replace("asyncio.run(here())", ""), "docs/sandbox.md", "exec"), namespace)
-    asyncio.run(namespace["there"](url, TOKEN))  # type: ignore[operator]
+    simple, code = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    exec(compile(simple, "docs/sandbox.md", "exec"), {"__name__": "page"})
+    assert code.endswith("\nasyncio.run(here())\n")
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code.removesuffix("asyncio.run(here())\n"), "docs/sandbox.md", "exec"), namespace)
+    asyncio.run(namespace["there"](url, TOKEN))
+    texts = []
+
+    async def use_little(here: CodeService) -> None:
+        texts.append((await here.run(RunRequest(code="6 * 7"))).text)
+
+    namespace["use"] = use_little  # all of it was used on the service
+    asyncio.run(namespace["here"]())
+    assert texts == ["42"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="this machine has no curl")
