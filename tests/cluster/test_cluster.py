@@ -78,13 +78,19 @@ def _rollouts(run):
 
 def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process_plays(cluster, tmp_path):
     words = ["train", "recipes/demo.toml", "--runs", tmp_path, "--until", "rl"]
-    small = [*SMALL, "stages.before.num_tasks=4", "stages.rl.steps=2", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
+    shorter = 'stages.rl.reward={kind="sum", parts={length={kind="soft_overlong", max_tokens=60, cache_tokens=50}}}'
+    rollouts = ["stages.rl.steps=2", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
+    small = [*SMALL, "stages.before.num_tasks=4", *rollouts, shorter]  # so soon no answer is right
     cluster.run(*words, "--name", "whole", *sets(*small))
     layout = ["stages.rl.trainer.workers=2", "engine.replicas=2", "cluster.trainer_nodes=2", "cluster.sandbox_nodes=2"]
     cluster.run(*words, "--name", "spread", "--cluster", cluster.address, *sets(*small, *layout))
     whole, spread = (_rollouts(tmp_path / name) for name in ("whole", "spread"))
     assert len(whole) == 32  # twice the group, of which GRPO-RoC keeps half
     assert whole == spread
+    expected, before = (weights(tmp_path / "whole", stage) for stage in ("rl", "sft"))
+    for name, tensor in weights(tmp_path / "spread", "rl").items():
+        assert not torch.allclose(before[name], expected[name], atol=1e-4), name
+        assert torch.allclose(tensor, expected[name], atol=1e-4), name
     placed = [event["nodes"] for event in events(tmp_path / "spread") if event["event"] == "placed" and event["stage"] == "rl"]
     assert placed == [
         [
