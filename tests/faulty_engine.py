@@ -93,6 +93,7 @@ class FaultyEngine(ScriptedEngine):
         self._progress = 0
         self._dying: asyncio.Task[None] | None = None
         self._holds: dict[str, _Hold] = {}  # by newest request
+        self._loading = asyncio.Lock()
         self._room = asyncio.Condition()
         self._queue: list[str] = []  # requests that wait for room, in order of arrival
 
@@ -127,6 +128,8 @@ class FaultyEngine(ScriptedEngine):
         self._policy_version, self._is_proven = policy_version, True
 
     async def complete(self, request: CompletionRequest) -> Completion:
+        async with self._loading:  # what comes meanwhile waits, as for real engines
+            pass
         number, num_ends = len(self.requests), self._num_ends
         self._accept(request)
         cached_tokens = await self._take_room(request)
@@ -167,6 +170,10 @@ class FaultyEngine(ScriptedEngine):
         await self._may_answer.wait()
         if self._is_lost:
             raise EngineLost(self._last_words)
+        async with self._loading:
+            await self._load(publication)
+
+    async def _load(self, publication: Publication) -> None:
         self._is_proven = False
         if not publication.keeps_requests:
             self._holds.clear()
