@@ -1,11 +1,14 @@
 """Where ranks, engines and code services go, and what is said when they cannot be placed."""
 
+import contextlib
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from strop.cluster.connection import Connection, unlike_nodes, versions
+from strop.cluster.connection import Connection, _check_listens, unlike_nodes, versions
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.errors import UserError
 from strop.pipeline.plan import roles_of
@@ -61,6 +64,28 @@ def test_gpus_that_are_taken_are_waited_for_and_not_replaced_by_processors(monke
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(UserError, match="no node for 16 ranks"):
         connection.place(Roles(ranks=16, gpus_of_rank=1))
+
+
+def test_an_address_of_something_else_is_refused_and_one_of_ray_is_not():
+    """Ray itself would try without end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        for answer, is_ray in ((b"HTTP/1.1 400 Bad Request", False), (bytes(3) + b"\x04" + bytes(5), True), (b"", False)):
+            serving = threading.Thread(target=_answer, args=(listening, answer))
+            serving.start()
+            with contextlib.nullcontext() if is_ray else pytest.raises(ValueError, match="something else listens there"):
+                _check_listens(address)
+            serving.join()
+    for address in ("localhost", "127.0.0.1:6379.", ":6379"):
+        with pytest.raises(ValueError, match="it is not host:port, nor auto"):
+            _check_listens(address)
+
+
+def _answer(listening, answer):
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(1 << 10)
+        connection.sendall(answer)
 
 
 def test_a_node_with_other_files_of_strop_or_without_a_package_is_named():

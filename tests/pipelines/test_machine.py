@@ -278,7 +278,7 @@ def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monk
 def test_a_corpus_that_is_not_there_is_named_once_before_anything_runs(tmp_path, kind):
     tree = RECIPE | {"tools": {"search": {"kind": "search", "backend": {"kind": kind, "path": str(tmp_path / "corpus.jsonl")}}}}
     searching = Recipe.model_validate_json(json.dumps(resolve(tree)))
-    said = f"tools.search.backend.path: {tmp_path}/corpus.jsonl: no such file or directory."
+    said = f"tools.search.backend.path: {tmp_path}/corpus.jsonl: no such file or directory. Mend the path."
     with pytest.raises(UserError, match=f"{re.escape(said)} Nothing was begun"):
         check_machine(searching)
     assert {each.name for each in plan(searching) if said in each.schedule} == {"base"}

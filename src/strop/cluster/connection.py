@@ -37,6 +37,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 }
 """Variables of `ray start` on every node, and of the program that uses the cluster."""
 
+_HTTP2_SETTINGS = b"\x04"  # of a frame, what stands after its length
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)  # RFC 9113, section 3.4
 _ANSWER_S = 30.0  # of an agent that has something to do
 _NUM_LOOKS, _LOOK_S = 7, 0.5  # for the answer of an agent that is only asked how it is
 _CONNECT_S = 3.5
@@ -350,10 +352,18 @@ def take_engine_nodes(num: int) -> list[tuple[Node, int, tuple[int, ...]]] | Non
 
 
 def _check_listens(address: str) -> None:
-    """Raises `OSError` or `ValueError` if nothing listens at host:port."""
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    """Raises `OSError` or `ValueError` if nothing that may be Ray listens at host:port."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError("it is not host:port, nor auto")
+    with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS") == "1":
+            return
+        connection.sendall(_HTTP2_GREETING)
+        if connection.recv(4)[3:] != _HTTP2_SETTINGS:
+            raise ValueError("something else listens there")
 
 
 def placed() -> Placement | None:

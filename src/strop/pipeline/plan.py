@@ -118,7 +118,7 @@ def _missing_files_of_tools(recipe: Recipe) -> Iterator[NotThere]:
     for table, tool in recipe.tools.items():
         for key, path in tool.files().items():
             if not path.exists():
-                yield NotThere(f"tools.{table}.{key}: {path}: no such file or directory.{nearest_file(path)}")
+                yield NotThere(f"tools.{table}.{key}: {path}: no such file or directory.{nearest_file(path)} Mend the path.")
 
 
 def _placements(recipe: Recipe, names: Collection[str], hardware: Hardware | None) -> dict[str, list[str]]:
