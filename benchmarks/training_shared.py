@@ -175,7 +175,8 @@ def main() -> int:
             table.add_row(shape, precision, f"{share:.3f}", f"{found['time_ratio']:.3f}", f"{memory:.2f}")
             print(f"{name}: time {found['time_ratio']:.3f}, bar {bar:.3f}; memory {memory:.2f}", flush=True)
     Console().print(table)
-    return write_result("training_shared", command=COMMAND, bars=bars, rows=figures)
+    command = f"{COMMAND} --precision {' '.join(chosen.precision)}"
+    return write_result("training_shared", command=command, bars=bars, rows=figures)
 
 
 if __name__ == "__main__":
