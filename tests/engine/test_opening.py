@@ -10,7 +10,7 @@ from transformers import GPT2Config
 
 from strop.config import Config, validate
 from strop.engine.config import EngineChoice, EngineConfig, SglangConfig, VllmConfig
-from strop.engine.opening import open_engines
+from strop.engine.opening import check_interpreter, open_engines
 from strop.engine.servers.sglang import SglangServer
 from strop.engine.torch.engine import TorchEngine
 from strop.errors import ConfigError, EngineLost, ModelError, UserError
@@ -195,6 +195,13 @@ def test_an_environment_that_lacks_the_server_is_named_with_the_remedy(model, tm
         asyncio.run(open_engines(model, config, detokenize=None, logs=tmp_path))
     assert str(told.value).startswith(f"engine.python: {sys.executable} has no module '{config.kind}'. Name the interpreter of")
     assert "`make test-vllm`" in str(told.value)
+
+
+def test_a_file_that_is_no_program_is_left_to_the_start_of_the_server(tmp_path):
+    python = tmp_path / "python"
+    python.write_bytes(b"\x7fELF, but no program")
+    python.chmod(0o755)
+    check_interpreter(VllmConfig(python=python))
 
 
 def test_a_server_that_ends_for_another_reason_is_lost_with_the_end_of_its_log(model, tmp_path):

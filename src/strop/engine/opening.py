@@ -180,7 +180,7 @@ def check_interpreter(config: VllmConfig | SglangConfig) -> None:
 def _lacks_package(config: VllmConfig | SglangConfig, python: Path) -> bool:
     """Whether the interpreter does not find the server's package. Nothing of it is imported."""
     find = f"import importlib.util, sys; sys.exit({_LACKS} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # the server's start will say what is wrong
         words = [str(python), "-c", find, config.kind]
         found = subprocess.run(words, env=environment_of(config, {}), capture_output=True, timeout=_FIND_S, check=False)
         return found.returncode == _LACKS

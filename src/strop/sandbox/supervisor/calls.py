@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from strop.sandbox.inside import wire
@@ -36,7 +37,7 @@ class FinishedCall:
     run_s: float
 
 
-class Execution:
+class Execution(ABC):
     """One request in one process: its output, its end, and who stops it. `wait` returns when it is done.
 
     Args:
@@ -84,19 +85,21 @@ class Execution:
             self._loop.add_reader(self.child.output, self._read_output)
         self._check(now)
 
+    @abstractmethod
     def stop(self, reason: str) -> None:
         """End it; the first reason counts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check(self, now: float) -> None:
         """Stop it if it is too late."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _facts(self) -> FinishedCall:
-        raise NotImplementedError
+        """What is known of the run when it has ended."""
 
+    @abstractmethod
     def _release(self) -> None:
-        raise NotImplementedError
+        """Give back what it held."""
 
     def _read_output(self) -> None:
         with contextlib.suppress(BlockingIOError):
