@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -18,6 +18,7 @@ import jinja2
 from strop.errors import ModelError
 
 _LARGEST_MARK = 0xF8FF  # marks are drawn from the private use area, U+E000 to U+F8FF
+_REMEMBERED = 64  # last renderings and encodings: rollouts of a group begin alike, and tools often answer alike
 _WRAPPER = ("<tool_response>\n", "\n</tool_response>")  # rStar2-Agent (arXiv 2508.20722), section 2.1
 
 
@@ -58,6 +59,8 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._rendered = lru_cache(_REMEMBERED)(self._rendered_now)
+        self._encoded = lru_cache(_REMEMBERED)(self._encoded_now)
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 f"{self._name}: its tokenizer has no eos_token, so a turn could never end. Set tokenizer.eos_token."
@@ -187,7 +190,7 @@ class ChatFormat:
         ours = "".join(span.text for one in messages for span in one.spans if span.is_ours)
         marks = (chr(code) for code in range(0xE000, _LARGEST_MARK + 1) if chr(code) not in ours)
         foreign: dict[str, str] = {}
-        conversation = []
+        conversation: list[tuple[str, str]] = []
         for one in messages:
             content = ""
             for span in one.spans:
@@ -197,21 +200,26 @@ class ChatFormat:
                     mark = next(marks)
                     foreign[mark] = span.text
                     content += mark
-            conversation.append({"role": one.role, "content": content})
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(one.role for one in messages)
-            raise ModelError(
-                f"{self._name}: its chat template refuses a conversation of the roles {roles}: {error}. Choose a prompt"
-                " without the role it refuses, or another template."
-            ) from error
+            conversation.append((one.role, content))
+        rendered = self._rendered(tuple(conversation), add_generation_prompt)
         if not foreign:
             return [Span(text=rendered, is_ours=True)]
         pieces = re.split(f"([{''.join(foreign)}])", rendered)
         return [Span(text=foreign.get(piece, piece), is_ours=piece not in foreign) for piece in pieces]
+
+    def _rendered_now(self, conversation: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> str:
+        """Return what the template makes of messages, each a role and a content."""
+        messages = [{"role": role, "content": content} for role, content in conversation]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(role for role, _ in conversation)
+            raise ModelError(
+                f"{self._name}: its chat template refuses a conversation of the roles {roles}: {error}. Choose a prompt"
+                " without the role it refuses, or another template."
+            ) from error
 
     def _behind_assistant(self, following: Sequence[Message]) -> list[Span]:
         """What the template writes behind the content of an assistant's turn that `following` comes after."""
@@ -239,6 +247,9 @@ class ChatFormat:
         return re.compile(f"(?=({'|'.join(map(re.escape, self._special_strings))}))")
 
     def _encode(self, spans: Sequence[Span]) -> tuple[int, ...]:
+        return self._encoded(tuple(spans))
+
+    def _encoded_now(self, spans: tuple[Span, ...]) -> tuple[int, ...]:
         text = "".join(span.text for span in spans)
         ids: list[int] = []
         start = 0
