@@ -104,7 +104,7 @@ def test_law_4_packed_rows_give_the_log_probs_and_the_gradient_of_rows_that_stan
     for first, second in zip(*values, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=5e-6)
     for name, parameter in gradients[0].items():
-        assert (parameter.grad - gradients[1][name].grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-9, name
+        assert (parameter.grad - gradients[1][name].grad).norm() <= 1e-5 * parameter.grad.norm() + 2e-6, name
 
 
 def test_packed_micro_batches_count_what_is_shared_once(make_batch):

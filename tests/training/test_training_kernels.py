@@ -1,4 +1,4 @@
-"""The compiled attention of rows against torch's in float32, and what happens where there can be none."""
+"""The compiled functions in both precisions against torch's in float32, and what happens where there can be none."""
 
 import logging
 
@@ -15,13 +15,23 @@ from strop.training.cpu.attention import _Reads, attention_kernels
 from strop.training.cpu.lean_layers import elementwise_kernels, gated, rms_norm
 from strop.training.logprobs import head_logprobs
 
+EXACT = torch.float64
+"""There are no kernels for it: torch computes in float32."""
+ROUNDING = {torch.bfloat16: 1.0, torch.float32: 1e-3}
+"""Of a precision, relative to bfloat16's."""
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request):
+    return request.param
+
 
 @pytest.fixture(scope="module")
-def kernels():
-    heads = torch.zeros(1, 1, 1, 32).bfloat16()
+def kernels(dtype):
+    heads = torch.zeros(1, 1, 1, 32, dtype=dtype)
     found = attention_kernels(heads, heads, heads)
     if found is None:
-        pytest.skip("needs a C compiler and a processor with AVX-512 BF16")
+        pytest.skip("needs a C compiler and a processor with AVX-512 BF16, or AVX2 for float32")
     return found
 
 
@@ -35,18 +45,18 @@ def rows_of(lengths, shared):
     return ids, torch.tensor(lengths)
 
 
-def some_heads(num_tokens, num_heads, num_kv_heads, dim, seed=0):
+def some_heads(dtype, num_tokens, num_heads, num_kv_heads, dim, seed=0):
     """Queries, keys, values and the gradient of what is read, as the model library lays them out."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(1, num_tokens, num, dim, generator=generator).bfloat16().transpose(1, 2)
+        torch.randn(1, num_tokens, num, dim, generator=generator).to(dtype).transpose(1, 2)
         for num in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     ]
 
 
-def outputs_and_gradients(heads, layout, dtype=torch.bfloat16):
-    """Of `_Reads`: in bfloat16 by the kernels, in float32 by torch."""
-    *leaves, to_outputs = (each.detach().to(dtype) for each in heads)
+def outputs_and_gradients(heads, layout, dtype=None):
+    """Of `_Reads`: in the precision of the heads by the kernels, in `EXACT` by torch."""
+    *leaves, to_outputs = (each.detach().to(dtype or each.dtype) for each in heads)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     outputs = _Reads.apply(*leaves, layout, 0.2)
     outputs.backward(to_outputs.transpose(1, 2))
@@ -55,8 +65,8 @@ def outputs_and_gradients(heads, layout, dtype=torch.bfloat16):
 
 def assert_near(ours, exact):
     for one, other in zip(ours, exact, strict=True):
-        assert one.dtype is torch.bfloat16
-        assert (one.float() - other).norm() <= 0.005 * other.norm() + 1e-4
+        assert one.dtype in ROUNDING
+        assert (one - other).norm() <= ROUNDING[one.dtype] * (0.005 * other.norm() + 2e-3)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -64,25 +74,26 @@ def assert_near(ours, exact):
     rows=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 250)), min_size=1, max_size=6),
     sizes=st.sampled_from([(4, 2, 32), (9, 3, 64), (2, 2, 96), (3, 1, 128)]),
 )
-def test_what_is_read_and_its_gradients_are_torch_s(kernels, rows, sizes):
+def test_what_is_read_and_its_gradients_are_torch_s(kernels, dtype, rows, sizes):
     layout = lay_out(*rows_of(*zip(*rows, strict=True)))
-    heads = some_heads(layout.ids.shape[1], *sizes)
-    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, torch.float32))
+    heads = some_heads(dtype, layout.ids.shape[1], *sizes)
+    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, EXACT))
 
 
-def test_rows_of_many_tiles_whose_scores_are_far_apart(kernels):
+def test_rows_of_many_tiles_whose_scores_are_far_apart(kernels, dtype, monkeypatch):
     """A later tile with larger scores outweighs the ones before it; shared reads come last."""
+    monkeypatch.setattr("strop.training.cpu.attention._LONG", 1024)
     layout = lay_out(*rows_of([700, 650, 651], [0, 600, 640]))
     assert layout.waves.starts.tolist() == [0, 3, 4, 5]
-    query, key, value, to_outputs = some_heads(layout.ids.shape[1], 2, 1, 64)
-    key = key * torch.linspace(0.1, 6.0, key.shape[2])[:, None].bfloat16()
+    query, key, value, to_outputs = some_heads(dtype, layout.ids.shape[1], 2, 1, 64)
+    key = key * torch.linspace(0.1, 6.0, key.shape[2])[:, None].to(dtype)
     heads = [query, key, value, to_outputs]
-    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, torch.float32))
+    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, EXACT))
 
 
-def test_log_normalizers_are_those_of_all_keys_that_a_token_sees(kernels):
+def test_log_normalizers_are_those_of_all_keys_that_a_token_sees(kernels, dtype):
     layout = lay_out(*rows_of([40, 41], [0, 30]))
-    query, key, value, _ = some_heads(51, 2, 2, 32)
+    query, key, value, _ = some_heads(dtype, 51, 2, 2, 32)
     _, normalizers = kernels.attend(query, key, value, layout.waves, 0.2)
     seen = {row: layout.places[row, : layout.positions[0, token] + 1] for row, token in ((0, 20), (1, 50))}
     for row, token in ((0, 20), (1, 50)):
@@ -91,9 +102,9 @@ def test_log_normalizers_are_those_of_all_keys_that_a_token_sees(kernels):
         torch.testing.assert_close(normalizers[0, :, token], expected, rtol=0, atol=1e-5)
 
 
-def test_the_number_of_threads_changes_no_bit(kernels):
+def test_the_number_of_threads_changes_no_bit(kernels, dtype):
     layout = lay_out(*rows_of([90, 150, 151, 60], [0, 80, 100, 20]))
-    heads = some_heads(layout.ids.shape[1], 6, 2, 64)
+    heads = some_heads(dtype, layout.ids.shape[1], 6, 2, 64)
     before, results = torch.get_num_threads(), []
     try:
         for num_threads in (1, 2, 5):
@@ -105,9 +116,9 @@ def test_the_number_of_threads_changes_no_bit(kernels):
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
-def test_how_heads_lie_in_memory_changes_no_bit(kernels):
+def test_how_heads_lie_in_memory_changes_no_bit(kernels, dtype):
     layout = lay_out(*rows_of([70, 70], [0, 33]))
-    heads = some_heads(layout.ids.shape[1], 4, 2, 32)
+    heads = some_heads(dtype, layout.ids.shape[1], 4, 2, 32)
     whole = [each.contiguous() for each in heads]
     apart = [each.mT.contiguous().mT for each in heads]  # the numbers of a head are not side by side
     results = [outputs_and_gradients(each, layout) for each in (heads, whole, apart)]
@@ -115,9 +126,9 @@ def test_how_heads_lie_in_memory_changes_no_bit(kernels):
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
-def test_what_is_not_a_number_stays_none(kernels):
+def test_what_is_not_a_number_stays_none(kernels, dtype):
     layout = lay_out(*rows_of([200, 140], [0, 0]))
-    query, key, value, to_outputs = some_heads(layout.ids.shape[1], 2, 1, 32)
+    query, key, value, to_outputs = some_heads(dtype, layout.ids.shape[1], 2, 1, 32)
     query[0, 1, 150] = torch.nan
     outputs, of_query, *_ = outputs_and_gradients([query, key, value, to_outputs], layout)
     assert outputs[0, 150, 1].isnan().all()
@@ -143,68 +154,84 @@ def test_of_a_wave_no_two_reads_write_to_the_same_place():
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "value_dim"),
-    [(torch.float32, 64, 64), (torch.bfloat16, 48, 48), (torch.bfloat16, 64, 32), (torch.bfloat16, 512, 512)],
+    [
+        (EXACT, 64, 64),
+        (torch.float32, 44, 44),
+        (torch.bfloat16, 48, 48),
+        (torch.bfloat16, 64, 32),
+        (torch.bfloat16, 512, 512),
+    ],
 )
 def test_heads_that_it_is_not_made_for_are_torch_s(dtype, dim, value_dim):
     heads, values = torch.zeros(1, 2, 3, dim, dtype=dtype), torch.zeros(1, 2, 3, value_dim, dtype=dtype)
     assert attention_kernels(heads, heads, values) is None
 
 
-def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkeypatch, tmp_path, caplog):
+def test_long_rows_in_float32_are_torch_s_where_it_has_wider_instructions(monkeypatch):
+    heads = torch.zeros(1, 2, 3, 64)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    assert attention_kernels(heads, heads, heads, 513) is None
+    assert attention_kernels(heads, heads, heads, 512) is kernels_module.compiled(torch.float32)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert attention_kernels(heads, heads, heads, 513) is kernels_module.compiled(torch.float32)
+
+
+def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, dtype, monkeypatch, tmp_path, caplog):
     layout = lay_out(*rows_of([50, 60], [0, 30]))
-    heads = some_heads(layout.ids.shape[1], 4, 2, 32)
+    heads = some_heads(dtype, layout.ids.shape[1], 4, 2, 32)
     expected = outputs_and_gradients(heads, layout)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "_COMPILE", ("-O0", *compiled._COMPILE[1:]))  # in seconds less
-    source = tmp_path / "kernels.c"
-    for right, wrong in (
-        ("1.0f / total[i]", "0.9f / total[i]"),
-        ("set1_ps(scale);", "set1_ps(0.9f * scale);"),
-        ("mean, of_unit", "dots, of_unit"),
-        ("temperature + logf(sum)", "temperature - logf(sum)"),
-    ):
-        text = kernels_module._SOURCE.read_text()
+    source, instructions = kernels_module._SOURCES[dtype]
+    spoiled, text = tmp_path / source.name, source.read_text()
+    mistakes = [("1.0f / total[i]", "0.9f / total[i]"), ("temperature + logf(sum)", "temperature - logf(sum)")]
+    if dtype is torch.bfloat16:
+        mistakes += [("set1_ps(scale);", "set1_ps(0.9f * scale);"), ("mean, of_unit", "dots, of_unit")]
+    else:
+        mistakes += [("of->scale - normalizers", "0.9f * of->scale - normalizers"), ("from[i] * mean", "from[i] * dots")]
+    for right, wrong in mistakes:
         assert right in text
-        source.write_text(text.replace(right, wrong))
-        kernels_module.compiled.cache_clear()
+        spoiled.write_text(text.replace(right, wrong))
+        kernels_module._compiled.cache_clear()
         try:
             with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-                patched.setattr(kernels_module, "_SOURCE", source)
+                patched.setitem(kernels_module._SOURCES, dtype, (spoiled, instructions))
                 by_torch = outputs_and_gradients(heads, layout)
         finally:
-            kernels_module.compiled.cache_clear()
+            kernels_module._compiled.cache_clear()
         assert "differ from torch" in caplog.text
-        assert_near(by_torch, [each.float() for each in expected])
+        assert_near(by_torch, [each.to(EXACT) for each in expected])
         caplog.clear()
 
 
-def test_norms_and_gates_are_torch_s_for_any_number_of_rows(kernels):
+def test_norms_and_gates_are_torch_s_for_any_number_of_rows(kernels, dtype):
     generator = torch.Generator().manual_seed(1)
     for num_rows, width in ((1, 16), (63, 32), (64, 48), (65, 64), (200, 576)):
-        gate, up, to_outputs = (torch.randn(1, num_rows, width, generator=generator).bfloat16() for _ in range(3))
-        weight = torch.rand(width, generator=generator).bfloat16()
+        gate, up, to_outputs = (torch.randn(1, num_rows, width, generator=generator).to(dtype) for _ in range(3))
+        weight = torch.rand(width, generator=generator).to(dtype)
         results = []
-        for dtype in (torch.bfloat16, torch.float32):
-            leaves = [each.detach().to(dtype).requires_grad_() for each in (gate, weight, up)]
+        for precision in (dtype, EXACT):
+            leaves = [each.detach().to(precision).requires_grad_() for each in (gate, weight, up)]
             outputs = rms_norm(leaves[0], leaves[1], 1e-5), gated(leaves[0], leaves[2])
-            (sum(outputs) * to_outputs.to(dtype)).sum().backward()
+            (sum(outputs) * to_outputs.to(precision)).sum().backward()
             results.append([*(each.detach() for each in outputs), *(leaf.grad for leaf in leaves)])
         for ours, exact in zip(*results, strict=True):
-            assert ours.dtype is torch.bfloat16
-            assert (ours.float() - exact).norm() <= 0.01 * exact.norm()
+            assert ours.dtype is dtype
+            assert (ours - exact).norm() <= 0.01 * ROUNDING[dtype] * exact.norm()
 
 
-@pytest.mark.parametrize("heads", [torch.zeros(3, 24).bfloat16(), torch.zeros(3, 32)])
+@pytest.mark.parametrize("heads", [torch.zeros(3, 24).bfloat16(), torch.zeros(3, 32, dtype=EXACT)])
 def test_inputs_that_they_are_not_made_for_are_torch_s(heads):
     assert elementwise_kernels(heads) is None
     assert elementwise_kernels(torch.zeros(3, 32).bfloat16(), torch.zeros(16).bfloat16()) is None
+    assert elementwise_kernels(torch.zeros(3, 32).bfloat16(), torch.zeros(32)) is None
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0])
-def test_log_probs_and_entropies_of_a_large_vocabulary_are_those_in_float64(kernels, scale):
+def test_log_probs_and_entropies_of_a_large_vocabulary_are_those_in_float64(kernels, dtype, scale):
     """torch's own sum over 50 000 tokens in float32 is off by 2e-4 here."""
     generator = torch.Generator().manual_seed(0)
-    logits, targets = (scale * torch.randn(20, 50_003, generator=generator)).bfloat16(), torch.arange(20) * 2_600
+    logits, targets = (scale * torch.randn(20, 50_003, generator=generator)).to(dtype), torch.arange(20) * 2_600
     logprobs, entropies, _ = kernels.head(logits, targets, 0.9)
     every = (logits.double() / 0.9).log_softmax(-1)
     torch.testing.assert_close(logprobs, every.gather(1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=1e-5)
@@ -212,31 +239,31 @@ def test_log_probs_and_entropies_of_a_large_vocabulary_are_those_in_float64(kern
 
 
 @pytest.mark.parametrize(("of_logprobs", "of_entropies"), [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
-def test_the_head_s_gradients_are_torch_s(kernels, monkeypatch, of_logprobs, of_entropies):
+def test_the_head_s_gradients_are_torch_s(kernels, dtype, monkeypatch, of_logprobs, of_entropies):
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(num, 24, generator=generator).bfloat16() for num in (70, 83)]
+    inputs = [torch.randn(num, 24, generator=generator).to(dtype) for num in (70, 83)]
     targets = torch.randint(0, 83, (70,), generator=generator)
     results = []
     for is_compiled in (True, False):
         if not is_compiled:
-            monkeypatch.setattr("strop.training.logprobs.compiled", lambda: None)
+            monkeypatch.setattr("strop.training.logprobs.compiled", lambda dtype: None)
         hidden, weight = (each.clone().requires_grad_() for each in inputs)
         logprobs, entropies = head_logprobs(hidden, weight, None, targets, temperature=0.7, max_logits=32 * 83)
         weighted = [factor * each for factor, each in ((of_logprobs, logprobs), (of_entropies, entropies)) if factor]
         sum(each.square() for each in weighted).sum().backward()
         results.append([logprobs.detach(), entropies.detach(), hidden.grad.float(), weight.grad.float()])
     for ours, torch_s in zip(*results, strict=True):
-        assert (ours - torch_s).norm() <= 0.01 * torch_s.norm()
+        assert (ours - torch_s).norm() <= 0.01 * ROUNDING[dtype] * torch_s.norm()
 
 
 @pytest.mark.parametrize("within", ["checkpoint", "autocast", "inference mode"])
-def test_they_are_proven_whatever_the_first_caller_is_within(kernels, within):
-    inputs, weight = torch.randn(4, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
+def test_they_are_proven_whatever_the_first_caller_is_within(kernels, dtype, within):
+    inputs, weight = torch.randn(4, 32).to(dtype).requires_grad_(), torch.ones(32).to(dtype)
 
     def run(x):
         return rms_norm(x, weight, 1e-5) * x
 
-    kernels_module.compiled.cache_clear()
+    kernels_module._compiled.cache_clear()
     if within == "checkpoint":
         checkpoint(run, inputs, use_reentrant=False).sum().backward()
     elif within == "autocast":
@@ -245,12 +272,12 @@ def test_they_are_proven_whatever_the_first_caller_is_within(kernels, within):
     else:
         with torch.inference_mode():
             run(inputs)
-    assert kernels_module.compiled.cache_info().currsize == 1
+    assert kernels_module._compiled.cache_info().currsize == 1
     assert elementwise_kernels(inputs) is not None
 
 
-def test_targets_are_read_wherever_and_however_they_lie_and_others_are_refused(kernels):
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+def test_targets_are_read_wherever_and_however_they_lie_and_others_are_refused(kernels, dtype):
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     ids = torch.tensor([[0, 1], [39, 1], [3, 1], [4, 1], [17, 1], [16, 1]])
     expected = kernels.head(logits, ids[:, 0].clone(), 1.0)[0]
     assert torch.equal(kernels.head(logits, ids[:, 0], 1.0)[0], expected)
@@ -260,8 +287,8 @@ def test_targets_are_read_wherever_and_however_they_lie_and_others_are_refused(k
             kernels.head(logits, torch.tensor([0, 0, id_, 0, 0, 0]), 1.0)
 
 
-def test_log_probs_of_large_logits_at_a_low_temperature_do_not_cancel(kernels):
-    logits = (2000 + torch.randn(8, 100, generator=torch.Generator().manual_seed(0)).mul(8)).bfloat16()
+def test_log_probs_of_large_logits_at_a_low_temperature_do_not_cancel(kernels, dtype):
+    logits = (2000 + torch.randn(8, 100, generator=torch.Generator().manual_seed(0)).mul(8)).to(dtype)
     targets = logits.float().argmax(1)
     for temperature in (1.0, 0.01):
         logprobs, entropies, _ = kernels.head(logits, targets, temperature)

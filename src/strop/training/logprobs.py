@@ -325,8 +325,8 @@ class _Logits:
 
     def _kernels(self) -> Kernels | None:
         """What goes through them once, where nothing is banned and nothing added."""
-        fits = self.matrix.dtype is torch.bfloat16 and self.matrix.device.type == "cpu"
-        return compiled() if fits and self.bias is None and self.banned is None else None
+        is_plain = self.bias is None and self.banned is None and self.matrix.device.type == "cpu"
+        return compiled(self.matrix.dtype) if is_plain else None
 
     def chunks(self, hidden: Tensor, last: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Of each `chunk` positions (the first may have fewer), which they are and their logits, overwritten by the next ones'.

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from strop.errors import ModelError
 from strop.training.batch import Piece, RowLayout
-from strop.training.cpu.kernels import MAX_DIM, PAIRED, Kernels, compiled
+from strop.training.cpu.kernels import HEAD_UNIT, MAX_DIM, Kernels, compiled
 
 if TYPE_CHECKING:
     import transformers
 
 ATTENTION = "strop_rows"  # its name in the model library
+_LONG = 512  # tokens of a row
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
 
 
@@ -55,9 +56,8 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """What the model library calls in each layer: heads (n, H, T, D) -> (n, T, H, D).
 
-    On a CPU in bfloat16 by kernels of our own where the machine can have them, else in float32 throughout: torch's kernels are
-    faster there than in bfloat16, backward most of all, and those in bfloat16 are compiled for each number of queries and keys,
-    and kept as long as the process lives.
+    On a CPU by kernels of our own where the machine can have them, else by torch's in float32 throughout: these are faster than
+    its own in bfloat16, which are compiled for each number of queries and keys, and kept as long as the process lives.
 
     Args:
         layout: of the tokens, all in one row (n = 1); without it rows are padded on the right, and every row is its own.
@@ -121,17 +121,23 @@ class _Kept(AbstractContextManager[None]):
 _CURRENT: ContextVar[_Kept | None] = ContextVar("kept attention", default=None)
 
 
-def attention_kernels(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
-    """The compiled attention, if it is made for such heads and this machine can have it."""
-    dim = query.shape[-1]
+def attention_kernels(query: Tensor, key: Tensor, value: Tensor, longest: int = 0) -> Kernels | None:
+    """The compiled attention, if it is made for such heads, this machine can have it, and it is faster there.
+
+    Args:
+        longest: tokens of the longest row.
+    """
+    dim, dtype = query.shape[-1], query.dtype
     fits = (
-        all(each.dtype is torch.bfloat16 and each.device.type == "cpu" for each in (query, key, value))
+        all(each.dtype is dtype and each.device.type == "cpu" for each in (query, key, value))
         and dim == value.shape[-1]
-        and dim % PAIRED == 0
+        and dim % HEAD_UNIT.get(dtype, 1) == 0
         and dim <= MAX_DIM
         and query.shape[1] % key.shape[1] == 0
     )
-    return compiled() if fits else None
+    if dtype is torch.float32 and longest > _LONG and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return None  # torch has wider instructions
+    return compiled(dtype) if fits else None
 
 
 class _Reads(torch.autograd.Function):
@@ -155,7 +161,7 @@ class _Reads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, to_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, outputs, normalizers = ctx.saved_tensors
-        if (kernels := attention_kernels(query, key, value)) is not None:
+        if (kernels := attention_kernels(query, key, value, ctx.layout.longest)) is not None:
             waves = ctx.layout.waves
             heads = kernels.attend_backward(query, key, value, outputs, normalizers, to_outputs, waves, ctx.scale)
             return *heads, None, None
@@ -188,7 +194,7 @@ class _Reads(torch.autograd.Function):
 
 def _read_all(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs (1, T, H, D) in the precision of `query`, and log-normalizers, float32 (1, H, T)."""
-    if (kernels := attention_kernels(query, key, value)) is not None:
+    if (kernels := attention_kernels(query, key, value, layout.longest)) is not None:
         return kernels.attend(query, key, value, layout.waves, scale)
     dtype = query.dtype
     query, key, value = query.float(), key.float(), value.float()

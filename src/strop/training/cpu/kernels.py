@@ -1,8 +1,9 @@
-"""Attention of rows, norms, gates and what follows the head in C, in bfloat16 and with gradients.
+"""Attention of rows, norms, gates and what follows the head in C, with gradients: in bfloat16 for processors with AVX-512 BF16,
+in float32 for those with AVX2.
 
-torch's attention on a CPU is slower in bfloat16 than in float32, and each operator of a norm or a gate goes through memory by
-itself. Where `kernels.c` cannot be compiled or is not proven
-(`strop.engine.torch.cpu.compiled`), they do the same.
+torch's attention on a CPU is slower in bfloat16 than in float32, and for short rows takes longer to begin than to compute; each
+operator of a norm or a gate goes through memory by itself. Where the functions cannot be compiled or are not proven
+(`strop.engine.torch.cpu.compiled`), torch's operators do the same.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.engine.torch.cpu.compiled import proven
+from strop.engine.torch.cpu.compiled import AVX2, AVX512_BF16, proven
 from strop.training.batch import Read, Waves
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-LANES, PAIRED, MAX_DIM, _ROWS_AT_ONCE = 16, 32, 256, 64  # of avx512.h and kernels.c
+_SOURCES = {
+    torch.bfloat16: (Path(__file__).with_name("kernels.c"), AVX512_BF16),
+    torch.float32: (Path(__file__).with_name("kernels_float32.c"), AVX2),
+}
+HEAD_UNIT = {torch.bfloat16: 32, torch.float32: 8}  # of whose multiples heads can be
+WIDTH_UNIT = {torch.bfloat16: 16, torch.float32: 1}  # of whose multiples the widths of norms and gates can be
+MAX_DIM, _ROWS_AT_ONCE = 256, 64  # of the sources
 _INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Kernels:
-    """The compiled functions; all that they take is bfloat16 on the CPU. Heads are (1, heads, T, head_dim)."""
+    """The compiled functions; all that they take is of their precision and on the CPU. Heads are (1, heads, T, head_dim)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._backward = library.strop_attend_rows, library.strop_attend_rows_backward
@@ -48,7 +54,7 @@ class Kernels:
             function.argtypes, function.restype = [_INT, _INT], _INT
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, waves: Waves, scale: float) -> tuple[Tensor, Tensor]:
-        """What queries read, bfloat16 (1, T, H, D), and log-normalizers, float32 (1, H, T)."""
+        """What queries read, (1, T, H, D), and log-normalizers, float32 (1, H, T)."""
         _, num_heads, num_tokens, dim = query.shape
         query, key, value = _whole_heads(query), _whole_heads(key), _whole_heads(value)
         out = _floats(1, num_tokens, num_heads, dim)
@@ -69,7 +75,7 @@ class Kernels:
         waves: Waves,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, bfloat16, from that of `outputs`, both (1, T, H, D)."""
+        """Gradients of query, key and value from that of `outputs`, both (1, T, H, D)."""
         outputs, to_outputs = outputs.transpose(1, 2), to_outputs.transpose(1, 2)
         heads = [_whole_heads(each) for each in (query, key, value, outputs, to_outputs)]
         gradients = [_floats(*each.shape) for each in (query, key, value)]
@@ -89,7 +95,7 @@ class Kernels:
         return normed, scales
 
     def norm_backward(self, inputs: Tensor, weight: Tensor, scales: Tensor, to_normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of inputs, bfloat16, and weight, float32 (H,)."""
+        """Gradients of inputs, and of weight, float32 (H,)."""
         inputs, weight, to_normed = inputs.contiguous(), weight.contiguous(), to_normed.contiguous()
         num_rows, width = scales.numel(), inputs.shape[-1]
         of_inputs, of_weight = torch.empty_like(inputs), _floats(-(-num_rows // _ROWS_AT_ONCE), width)
@@ -139,10 +145,14 @@ class Kernels:
         self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *_places(*columns))
 
 
+def compiled(dtype: torch.dtype) -> Kernels | None:
+    """The compiled functions for a precision, if there are any and this machine can have them."""
+    return _compiled(dtype) if dtype in _SOURCES else None
+
+
 @cache
-def compiled() -> Kernels | None:
-    """The compiled functions, if this machine can have them."""
-    return proven(_SOURCE, Kernels, _is_proven)
+def _compiled(dtype: torch.dtype) -> Kernels | None:
+    return proven(*_SOURCES[dtype], Kernels, lambda kernels: _is_proven(kernels, dtype))
 
 
 def _whole_heads(heads: Tensor) -> Tensor:
@@ -180,16 +190,20 @@ def _floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _is_proven(kernels: Kernels) -> bool:
-    return _is_attention_proven(kernels) and _are_others_proven(kernels) and _is_head_proven(kernels)
+def _is_proven(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether all functions are torch's to the rounding of `dtype`."""
+    tolerance = 0.01 if dtype is torch.bfloat16 else 1e-5
+    return all(
+        are_proven(kernels, dtype, tolerance) for are_proven in (_is_attention_proven, _are_others_proven, _is_head_proven)
+    )
 
 
-def _is_head_proven(kernels: Kernels) -> bool:
-    """Whether log-probs and entropies are torch's, and their gradients to the rounding of bfloat16."""
+def _is_head_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> bool:
+    """Log-probs, entropies and their gradients."""
     generator = torch.Generator().manual_seed(0)
-    logits, targets = (3 * torch.randn(5, 75, generator=generator)).bfloat16(), torch.tensor([0, 74, 16, 63, 64])
+    logits, targets = (3 * torch.randn(5, 75, generator=generator)).to(dtype), torch.tensor([0, 74, 16, 63, 64])
     to_both = torch.randn(2, 5, generator=generator)
-    leaf = logits.float().requires_grad_()
+    leaf = logits.to(torch.float32, copy=True).requires_grad_()
     with torch.enable_grad():
         every = (leaf / 0.8).log_softmax(-1)
         logprobs, entropies = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
@@ -201,15 +215,15 @@ def _is_head_proven(kernels: Kernels) -> bool:
             torch.allclose(one, other, rtol=0, atol=1e-5) for one, other in zip(ours, (logprobs, entropies), strict=True)
         )
         of_leaf = leaf.grad
-        return all(are_near) and of_leaf is not None and bool((logits.float() - of_leaf).norm() < 0.01 * of_leaf.norm())
+        return all(are_near) and of_leaf is not None and bool((logits.float() - of_leaf).norm() < tolerance * of_leaf.norm())
 
 
-def _are_others_proven(kernels: Kernels) -> bool:
-    """Whether norm, gate and their gradients are torch's to the rounding of bfloat16."""
+def _are_others_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> bool:
+    """Norm, gate and their gradients."""
     generator = torch.Generator().manual_seed(0)
-    inputs, other, to_outputs = (torch.randn(70, 48, generator=generator).bfloat16() for _ in range(3))
-    leaves = [each.float().requires_grad_() for each in (inputs, other[0])]
-    pairs = [each.float().requires_grad_() for each in (inputs, other)]
+    inputs, other, to_outputs = (torch.randn(70, 48, generator=generator).to(dtype) for _ in range(3))
+    leaves = [each.to(torch.float32, copy=True).requires_grad_() for each in (inputs, other[0])]
+    pairs = [each.to(torch.float32, copy=True).requires_grad_() for each in (inputs, other)]
     with torch.enable_grad():
         expected = (
             F.rms_norm(leaves[0], (48,), leaves[1], 1e-3),
@@ -222,17 +236,17 @@ def _are_others_proven(kernels: Kernels) -> bool:
         ours = [normed, kernels.gate(inputs, other), *kernels.norm_backward(inputs, other[0], scales, to_outputs)]
         ours += kernels.gate_backward(inputs, other, to_outputs)
         theirs = [*expected, *(leaf.grad for leaf in (*leaves, *pairs))]
-        return all((a.float() - b).norm() < 0.01 * b.norm() for a, b in zip(ours, theirs, strict=True) if b is not None)
+        return all((a.float() - b).norm() < tolerance * b.norm() for a, b in zip(ours, theirs, strict=True) if b is not None)
 
 
-def _is_attention_proven(kernels: Kernels) -> bool:
-    """Whether own and shared reads of more than a tile, and their gradients, are torch's to the rounding of bfloat16."""
+def _is_attention_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> bool:
+    """Own and shared reads of more than a tile, and their gradients."""
     generator = torch.Generator().manual_seed(0)
     own, shared = (slice(0, 150), slice(150, 171)), (slice(150, 171), slice(0, 139))
     reads = [Read(queries=each, keys=each, is_own=True) for each in own]
     reads.append(Read(queries=shared[0], keys=shared[1], is_own=False))
     query, key, value, to_outputs = (
-        torch.randn(1, 171, num_heads, 64, generator=generator).bfloat16().transpose(1, 2) for num_heads in (6, 2, 2, 6)
+        torch.randn(1, 171, num_heads, 64, generator=generator).to(dtype).transpose(1, 2) for num_heads in (6, 2, 2, 6)
     )
     is_seen = torch.ones(171, 171, dtype=torch.bool).tril()
     is_seen[150:, 139:150] = False
@@ -247,5 +261,7 @@ def _is_attention_proven(kernels: Kernels) -> bool:
         outputs, normalizers = kernels.attend(query, key, value, waves, 0.125)
         gradients = kernels.attend_backward(query, key, value, outputs, normalizers, to_outputs.transpose(1, 2), waves, 0.125)
         pairs = [(outputs, expected), *((ours, leaf.grad) for ours, leaf in zip(gradients, leaves, strict=True))]
-        is_near = all((ours.float() - theirs).norm() < 0.01 * theirs.norm() for ours, theirs in pairs if theirs is not None)
+        is_near = all(
+            (ours.float() - theirs).norm() < tolerance * theirs.norm() for ours, theirs in pairs if theirs is not None
+        )
         return is_near and torch.allclose(normalizers, scores.logsumexp(-1), rtol=0, atol=1e-4)

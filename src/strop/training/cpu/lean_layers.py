@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.training.cpu.kernels import LANES, Kernels, compiled
+from strop.training.cpu.kernels import WIDTH_UNIT, Kernels, compiled
 
 if TYPE_CHECKING:
     import transformers
@@ -35,10 +35,9 @@ def use_lean_layers(model: transformers.PreTrainedModel) -> None:
 
 def elementwise_kernels(*inputs: Tensor) -> Kernels | None:
     """The compiled norms and gates, if they are made for such inputs, all of one width, and this machine can have them."""
-    fits = all(
-        each.dtype is torch.bfloat16 and each.device.type == "cpu" and each.shape[-1] == inputs[0].shape[-1] for each in inputs
-    )
-    return compiled() if fits and inputs[0].shape[-1] % LANES == 0 else None
+    dtype, width = inputs[0].dtype, inputs[0].shape[-1]
+    are_alike = all(each.dtype is dtype and each.device.type == "cpu" and each.shape[-1] == width for each in inputs)
+    return compiled(dtype) if are_alike and width % WIDTH_UNIT.get(dtype, 1) == 0 else None
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles functions in C for machines with a compiler and AVX-512 BF16, and compares them with torch before use."""
+"""Compiles functions in C where there is a compiler and a processor for them, and compares them with torch before use."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ import torch
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
-_HEADER = Path(__file__).with_name("avx512.h")
-_COMPILE = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-std=gnu11")
-_PROCESSOR = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
-_NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}  # as /proc/cpuinfo names them
+_HEADERS = Path(__file__).parent
+_COMPILE = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11")
 _COMPILE_LIMIT_S = 120
+AVX2 = frozenset({"avx2", "fma"})
+AVX512_BF16 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"})
+"""Instructions that functions need, as /proc/cpuinfo names them."""
 
 
-def proven(source: Path, wrap: Callable[[ctypes.CDLL], _T], is_proven: Callable[[_T], bool]) -> _T | None:
+def proven(
+    source: Path, instructions: frozenset[str], wrap: Callable[[ctypes.CDLL], _T], is_proven: Callable[[_T], bool]
+) -> _T | None:
     """Return the functions of `source`, or None if they cannot be compiled here or differ from torch. The log gives the reason.
 
     Args:
+        instructions: that the processor must have: `AVX2` or `AVX512_BF16`.
         wrap: the library in Python.
         is_proven: whether it gives what torch gives.
     """
     try:
-        if not _has_processor():
+        if not _has_processor(instructions):
             return None
-        functions = wrap(ctypes.CDLL(str(_library(source))))
+        functions = wrap(ctypes.CDLL(str(_library(source, instructions))))
         # In a separate thread: the first caller may be inside autocast, inference mode or a checkpoint of activations.
         with ThreadPoolExecutor(max_workers=1) as aside:
             are_right = aside.submit(is_proven, functions).result()
@@ -49,17 +53,17 @@ def proven(source: Path, wrap: Callable[[ctypes.CDLL], _T], is_proven: Callable[
     return None
 
 
-def _has_processor() -> bool:
+def _has_processor(instructions: frozenset[str]) -> bool:
     """Return whether the processor has the instructions. Only Linux on x86-64 can."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return set(flags.split()) >= _NEEDED_FLAGS
+    return instructions <= set(flags.split())
 
 
-def _library(source: Path) -> Path:
+def _library(source: Path, instructions: frozenset[str]) -> Path:
     """Where the compiled code is, in the user's cache directory; compiles it first where it is not there yet.
 
     Raises:
@@ -70,8 +74,9 @@ def _library(source: Path) -> Path:
     if compiler is None:
         raise OSError("there is no C compiler (cc, gcc or clang)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
-    flags = (*_COMPILE, *_PROCESSOR)
-    content = "\n".join((source.read_text(), _HEADER.read_text(), *flags, version.stdout, torch.__version__))
+    flags = (*_COMPILE, *sorted(f"-m{name.replace('_', '')}" for name in instructions))
+    headers = [each.read_text() for each in sorted(_HEADERS.glob("*.h"))]
+    content = "\n".join((source.read_text(), *headers, *flags, version.stdout, torch.__version__))
     name = f"{source.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     place = _private_directory() / name
     if not place.exists():
@@ -79,7 +84,7 @@ def _library(source: Path) -> Path:
             made, code = Path(scratch, "kernels.o"), Path(scratch, name)
             # Not linked with OpenMP: its functions are those of torch's own copy, so that both have one pool of threads.
             for command in (
-                [compiler, *flags, f"-I{_HEADER.parent}", "-c", "-o", str(made), str(source)],
+                [compiler, *flags, f"-I{_HEADERS}", "-c", "-o", str(made), str(source)],
                 [compiler, "-shared", "-o", str(code), str(made), "-lm"],
             ):
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)

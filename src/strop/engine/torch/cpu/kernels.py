@@ -1,7 +1,8 @@
-"""Attention, norms and the KV cache of a decode step in C, where this machine has a C compiler and AVX-512 BF16.
+"""Attention, norms and the KV cache of a decode step in C, where this machine has a C compiler and, for the model's precision,
+AVX-512 BF16 (bfloat16) or AVX2 (float32).
 
 torch's own operators read the cache at half the speed of this memory and cost their dispatch, dozens of times a layer. Where
-`kernels.c` cannot be compiled or is not proven (`strop.engine.torch.cpu.compiled`), they do the same.
+the functions cannot be compiled or are not proven (`strop.engine.torch.cpu.compiled`), they do the same.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.attention import Tables, Tokens, TorchAttention
-from strop.engine.torch.cpu.compiled import proven
+from strop.engine.torch.cpu.compiled import AVX2, AVX512_BF16, proven
 from strop.engine.torch.kv_cache import KV_STEP, Chunk, KvCache, Row, StepShape
 from strop.engine.torch.weights import LayerWeights
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = {
+    torch.bfloat16: (Path(__file__).with_name("kernels.c"), AVX512_BF16),
+    torch.float32: (Path(__file__).with_name("kernels_float32.c"), AVX2),
+}
 _PAIRED, _LANES, _MAX_DIM, _MAX_GROUP = 32, 16, 256, 16  # of kernels.c and avx512.h
 _INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Kernels:
-    """The compiled functions. All tensors are contiguous, bfloat16 and on the CPU; slots and lengths are int64."""
+    """The compiled functions. All tensors are contiguous, of one precision and on the CPU; slots and lengths are int64."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._norm, self._place = library.strop_attend, library.strop_norm, library.strop_place
@@ -55,7 +59,7 @@ class Kernels:
             qkv: (N, (heads + 2 kv_heads) * head_dim), the queries first.
             keys, values: the cache of one layer, (blocks, slots, kv_heads, columns of a block, head_dim).
             slots, lengths: (n,) of the first n <= N tokens: which slot a token reads, and how many of its columns.
-            lenders, lent: (n,): a slot whose first so many columns are the same, and are read there; it changes no bit.
+            lenders, lent: (n,): a slot whose first so many columns are the same, and may be read there; it changes no bit.
 
         Returns:
             (N, heads * head_dim); zeros beyond n.
@@ -112,15 +116,15 @@ def kernels_for(
 ) -> Kernels | None:
     """The compiled functions, if they are made for such a model and this machine can have them."""
     fits = (
-        dtype is torch.bfloat16
+        dtype in _SOURCES
         and device.type == "cpu"
-        and head_dim % _PAIRED == 0
         and head_dim <= _MAX_DIM
         and num_heads % num_kv_heads == 0
         and num_heads // num_kv_heads <= _MAX_GROUP
-        and hidden_size % _LANES == 0
     )
-    return _compiled() if fits else None
+    if dtype is torch.bfloat16:
+        fits &= head_dim % _PAIRED == 0 and hidden_size % _LANES == 0
+    return _compiled(dtype) if fits else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,25 +207,26 @@ def attention_over(cache: KvCache, architecture: Architecture, tables: Tables) -
 
 
 @cache
-def _compiled() -> Kernels | None:
-    return proven(_SOURCE, Kernels, _is_proven)
+def _compiled(dtype: torch.dtype) -> Kernels | None:
+    return proven(*_SOURCES[dtype], Kernels, lambda kernels: _is_proven(kernels, dtype))
 
 
 @torch.inference_mode()
-def _is_proven(kernels: Kernels) -> bool:
-    """Whether a small attention, its rotations and norms included, is torch's to the rounding of bfloat16."""
+def _is_proven(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether a small attention, its rotations and norms included, is torch's to the rounding of `dtype`."""
     generator = torch.Generator().manual_seed(0)
+    tolerance = 0.02 if dtype is torch.bfloat16 else 1e-5
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
+        return torch.randn(*shape, generator=generator).to(dtype)
 
     num_heads, num_kv_heads, dim, eps = 6, 2, 64, 1e-5
     keys, values = some(2, 3, num_kv_heads, KV_STEP, dim), some(2, 3, num_kv_heads, KV_STEP, dim)
     qkv, q_norm, k_norm = some(4, (num_heads + 2 * num_kv_heads) * dim), some(dim), some(dim)
     angles = torch.rand(2 * KV_STEP, dim, generator=generator)
-    tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
     slots, lengths = torch.tensor([0, 2, 2]), torch.tensor([1, KV_STEP + 17, 30])
-    heads = qkv[:3].view(3, -1, dim).float()
+    heads = qkv[:3].view(3, -1, dim).to(torch.float32, copy=True)
     kernels.place(qkv, keys, values, slots, lengths - 1, num_heads=num_heads, tables=tables, norms=(q_norm, k_norm), eps=eps)
     keys[:, 1, :, :32], values[:, 1, :, :32] = keys[:, 2, :, :32], values[:, 2, :, :32]  # where slot 2 may read, too
     lent = torch.tensor([0, 32, 17])
@@ -232,7 +237,7 @@ def _is_proven(kernels: Kernels) -> bool:
     normed = torch.nn.functional.rms_norm(heads[:, :num_turned], (dim,), eps=eps) * weights
     cosines, sines = (table[lengths - 1].float().unsqueeze(1) for table in tables)
     turned = normed * cosines + normed.roll(dim // 2, -1) * sines
-    is_right = torch.allclose(qkv[:3, : num_turned * dim].view(3, -1, dim).float(), turned, rtol=0.02, atol=0.02)
+    is_right = torch.allclose(qkv[:3, : num_turned * dim].view(3, -1, dim).float(), turned, rtol=tolerance, atol=tolerance)
     for token, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         own_keys, own_values = (
             cache[:, slot].transpose(0, 1).reshape(num_kv_heads, -1, dim)[:, :length].float() for cache in (keys, values)
@@ -240,5 +245,5 @@ def _is_proven(kernels: Kernels) -> bool:
         is_right &= torch.equal(own_values[:, -1], heads[token, num_turned:])
         query = qkv[token, : num_heads * dim].view(num_kv_heads, -1, dim).float()
         expected = (query @ own_keys.mT * dim**-0.5).softmax(-1) @ own_values
-        is_right &= torch.allclose(attended[token].float(), expected.reshape(num_heads, dim), rtol=0.02, atol=0.02)
+        is_right &= torch.allclose(attended[token].float(), expected.reshape(num_heads, dim), rtol=tolerance, atol=tolerance)
     return is_right and not attended[3].any()
