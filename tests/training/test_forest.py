@@ -145,7 +145,8 @@ def test_loss_gradient_and_figures_of_a_forest_equal_those_of_rows_by_themselves
         torch.testing.assert_close(scored[column], expected[column], rtol=1e-5, atol=1e-5)
     assert (report.cost.tokens, report.cost.row_tokens, other.cost.tokens) == (distinct, in_all, in_all)
     assert report.loss == pytest.approx(other.loss, rel=1e-5)
-    assert report.statistics == pytest.approx(other.statistics, rel=1e-5, abs=1e-6)
+    # A gap is the difference of two log-probs, of which each is rounded.
+    assert report.statistics == pytest.approx(other.statistics, rel=1e-5, abs=3e-6)
     for name, gradient in alone.items():
         assert (shared[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 

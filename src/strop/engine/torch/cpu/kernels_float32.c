@@ -25,8 +25,11 @@ INLINE void weigh(int dim, const float *weights, const float *values, int width,
 /* One token and the query heads that share one key head: softmax(scale * query keys^T) values of `length` columns, tile by tile. */
 INLINE void attend_one(int dim, int group, const float *query, const float *keys, const float *values, int64_t length, int64_t block,
                        int64_t block_stride, float scale, float *out) {
-    float sums[MAX_GROUP][MAX_DIM] = {{0.0f}}, top[MAX_GROUP], total[MAX_GROUP];
-    for (int h = 0; h < group; h++) top[h] = -INFINITY, total[h] = 0.0f;
+    float sums[MAX_GROUP][MAX_DIM], top[MAX_GROUP], total[MAX_GROUP];
+    for (int h = 0; h < group; h++) {
+        top[h] = -INFINITY, total[h] = 0.0f;
+        for (int i = 0; i < dim; i++) sums[h][i] = 0.0f;
+    }
     for (int64_t start = 0; start < length; start += TILE) {
         const int64_t offset = start / block * block_stride + start % block * dim;
         const int width = length - start < TILE ? (int)(length - start) : TILE;
