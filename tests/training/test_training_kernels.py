@@ -80,6 +80,19 @@ def test_what_is_read_and_its_gradients_are_torch_s(kernels, dtype, rows, sizes)
     assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, EXACT))
 
 
+def test_processors_without_tiles_are_served_by_the_same_source(monkeypatch):
+    monkeypatch.setattr(compiled, "_AMX", frozenset())
+    kernels_module._compiled.cache_clear()
+    try:
+        if kernels_module.compiled(torch.bfloat16) is None:
+            pytest.skip("needs a C compiler and a processor with AVX-512 BF16")
+        layout = lay_out(*rows_of([150, 200, 37], [0, 140, 20]))
+        heads = some_heads(torch.bfloat16, layout.ids.shape[1], 4, 2, 64)
+        assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, EXACT))
+    finally:
+        kernels_module._compiled.cache_clear()
+
+
 def test_rows_of_many_tiles_whose_scores_are_far_apart(kernels, dtype, monkeypatch):
     """A later tile with larger scores outweighs the ones before it; shared reads come last."""
     monkeypatch.setattr("strop.training.cpu.attention._LONG", 1024)

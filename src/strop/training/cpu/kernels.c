@@ -1,11 +1,13 @@
 /* Attention of rows that are laid end to end, norms, gates and log-probs, and their gradients: in bfloat16 with sums in float32, for
-   processors with AVX-512 BF16.
+   processors with AVX-512 BF16; where they have AMX, too, attention multiplies by its tiles.
 
-   Compiled where strop runs, by whatever C compiler is there (strop/engine/compiled.py). A read is one stretch of queries that attends to
+   Compiled where strop runs, by whatever C compiler is there (strop/engine/torch/cpu/compiled.py). A read is one stretch of queries that attends to
    one of keys: a row to itself, causally, or rows to all of what they share. Each thread takes a read and a head at a time; reads
    of one wave write to places that no other one of it does, so that sums have one order whatever the number of threads. */
 
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "avx512.h"
 
@@ -64,8 +66,9 @@ INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, cons
     }
 
 /* As multiply_tile, of any number of rows and 16, 32, 48 ... columns. */
-static void multiply(int64_t num_rows, int64_t num_columns, int is_new, int64_t depth, const pair *left, int64_t left_row,
-                     int64_t left_step, const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
+static void multiply_by_registers(int64_t num_rows, int64_t num_columns, int is_new, int64_t depth, const pair *left, int64_t left_row,
+                                  const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
+    const int64_t left_step = 1;
     for (int64_t column = 0; column < num_columns; column += 4 * LANES)
         for (int64_t row = 0; row < num_rows; row += 4) {
             const pair *left_here = left + row * left_row, *right_here = right + column;
@@ -78,6 +81,98 @@ static void multiply(int64_t num_rows, int64_t num_columns, int is_new, int64_t 
             }
         }
 }
+
+#ifdef __AMX_BF16__
+static int has_tiles; /* the operating system lets this process use them */
+
+__attribute__((constructor)) static void ask_for_tiles(void) {
+    has_tiles = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
+}
+
+/* Eight tiles of 16 rows of 64 bytes, on the thread that calls. */
+INLINE void begin_tiles(void) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config __attribute__((aligned(64))) = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    if (has_tiles) _tile_loadconfig(&config);
+}
+
+INLINE void end_tiles(void) {
+    if (has_tiles) _tile_release();
+}
+
+#define BEGIN_SUM(tile, r, c)                                                       \
+    if (is_new) {                                                                   \
+        _tile_zero(tile);                                                           \
+    } else {                                                                        \
+        _tile_loadd(tile, sums + r * LANES * sums_row + c * LANES, 4 * sums_row);   \
+    }
+
+#define END_SUM(tile, r, c) _tile_stored(tile, sums + r * LANES * sums_row + c * LANES, 4 * sums_row);
+
+/* As multiply, of 32 rows and 32 columns, and of 16 and 16. depth: a multiple of 16. */
+INLINE void multiply_4_tiles(int is_new, int64_t depth, const pair *left, int64_t left_row, const pair *right, int64_t right_step,
+                             float *sums, int64_t sums_row) {
+    BEGIN_SUM(0, 0, 0) BEGIN_SUM(1, 0, 1) BEGIN_SUM(2, 1, 0) BEGIN_SUM(3, 1, 1)
+    for (int64_t k = 0; k < depth; k += LANES) {
+        _tile_loadd(4, left + k, 4 * left_row);
+        _tile_loadd(5, left + LANES * left_row + k, 4 * left_row);
+        _tile_loadd(6, right + k * right_step, 4 * right_step);
+        _tile_loadd(7, right + k * right_step + LANES, 4 * right_step);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    END_SUM(0, 0, 0) END_SUM(1, 0, 1) END_SUM(2, 1, 0) END_SUM(3, 1, 1)
+}
+
+INLINE void multiply_1_tile(int is_new, int64_t depth, const pair *left, int64_t left_row, const pair *right, int64_t right_step,
+                            float *sums, int64_t sums_row) {
+    BEGIN_SUM(0, 0, 0)
+    for (int64_t k = 0; k < depth; k += LANES) {
+        _tile_loadd(4, left + k, 4 * left_row);
+        _tile_loadd(6, right + k * right_step, 4 * right_step);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    END_SUM(0, 0, 0)
+}
+
+/* Blocks of 16 rows, columns and pairs by tiles, the rest by registers. */
+static void multiply(int64_t num_rows, int64_t num_columns, int is_new, int64_t depth, const pair *left, int64_t left_row,
+                     const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
+    const int64_t rows = has_tiles ? num_rows & ~(int64_t)(LANES - 1) : 0, whole = depth & ~(int64_t)(LANES - 1);
+    if (rows && whole) {
+        __asm__ volatile("" ::: "memory"); /* compilers do not know that loads of tiles read memory */
+        for (int64_t column = 0; column < num_columns;) {
+            const int64_t columns = num_columns - column >= 2 * LANES ? 2 * LANES : LANES;
+            for (int64_t row = 0; row < rows;) {
+                const int is_wide = columns == 2 * LANES && rows - row >= 2 * LANES;
+                float *here = sums + row * sums_row + column;
+                if (is_wide) {
+                    multiply_4_tiles(is_new, whole, left + row * left_row, left_row, right + column, right_step, here, sums_row);
+                } else {
+                    for (int64_t c = 0; c < columns; c += LANES)
+                        multiply_1_tile(is_new, whole, left + row * left_row, left_row, right + column + c, right_step, here + c, sums_row);
+                }
+                row += is_wide ? 2 * LANES : LANES;
+            }
+            column += columns;
+        }
+        if (depth > whole)
+            multiply_by_registers(rows, num_columns, 0, depth - whole, left + whole, left_row, right + whole * right_step, right_step, sums, sums_row);
+        num_rows -= rows, left += rows * left_row, sums += rows * sums_row;
+    }
+    if (num_rows) multiply_by_registers(num_rows, num_columns, is_new, depth, left, left_row, right, right_step, sums, sums_row);
+}
+#else
+INLINE void begin_tiles(void) {}
+INLINE void end_tiles(void) {}
+#define multiply multiply_by_registers
+#endif
 
 /* out (pairs of a row, width): each row of `from` becomes a column; width is `num_rows` rounded up to 16, and zeros fill it. */
 static void turn_rows(const bf16 *from, int64_t stride, int64_t num_rows, int64_t dim, pair *out, int64_t width) {
@@ -186,6 +281,7 @@ static void attend(const int64_t *read, int64_t dim, Heads queries, int64_t head
     float *scores = (float *)(paired + (num_keys + 1) / 2 * dim), *sums = scores + QUERIES * KEYS;
     bf16 *weights = (bf16 *)(sums + QUERIES * dim);
     float top[QUERIES], total[QUERIES];
+    begin_tiles();
     turn_rows(at(keys, kv_head, read[2]), keys.token, num_keys, dim, turned, width);
     pair_rows(at(values, kv_head, read[2]), values.token, num_keys, dim, paired);
     for (int64_t query = 0; query < num_queries; query += QUERIES) {
@@ -193,7 +289,7 @@ static void attend(const int64_t *read, int64_t dim, Heads queries, int64_t head
         for (int64_t i = 0; i < rows; i++) top[i] = -INFINITY, total[i] = 0.0f;
         for (int64_t key = 0; key < end; key += KEYS) {
             const int64_t columns = least(KEYS, end - key), all = rounded_up(columns, LANES);
-            multiply(rows, all, 1, dim / 2, (const pair *)at(queries, head, read[0] + query), queries.token / 2, 1, turned + key,
+            multiply(rows, all, 1, dim / 2, (const pair *)at(queries, head, read[0] + query), queries.token / 2, turned + key,
                      width, scores, KEYS);
             for (int64_t i = 0; i < rows; i++) {
                 const int64_t seen = is_own ? least(columns, query + i - key + 1) : columns;
@@ -202,10 +298,11 @@ static void attend(const int64_t *read, int64_t dim, Heads queries, int64_t head
                     for (int64_t c = 0; c < dim; c += LANES)
                         _mm512_storeu_ps(sums + i * dim + c, _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + c), _mm512_set1_ps(kept)));
             }
-            multiply(rows, dim, key == 0, (columns + 1) / 2, (const pair *)weights, KEYS / 2, 1, paired + key / 2 * dim, dim, sums, dim);
+            multiply(rows, dim, key == 0, (columns + 1) / 2, (const pair *)weights, KEYS / 2, paired + key / 2 * dim, dim, sums, dim);
         }
         merge(is_own, rows, dim, sums, top, total, out + (read[0] + query) * out_row + head * dim, out_row, normalizers + read[0] + query);
     }
+    end_tiles();
 }
 
 /* Bytes that each thread needs, of reads of at most so many keys. */
@@ -258,10 +355,11 @@ INLINE void weigh_again(int64_t num_keys, int64_t num_queries, int64_t diagonal,
     }
 }
 
-/* weights * (to_weights - inner) * scale, as rows of keys and as pairs of neighbouring keys. */
+/* weights * (to_weights - inner) * scale, as rows of keys, and of each query as pairs of neighbouring keys. */
 INLINE void to_scores(int64_t num_keys, int64_t num_queries, float scale, const float *inner, const float *weights,
                       const float *to_weights, bf16 *rows, pair *pairs) {
     const __m512 factor = _mm512_set1_ps(scale);
+    const __m512i places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(KEYS / 2));
     for (int64_t c = 0; c < num_queries; c += LANES) {
         const __m512 less = _mm512_maskz_loadu_ps(lanes_below(num_queries - c), inner + c);
         for (int64_t j = 0; j < num_keys; j += 2) {
@@ -272,7 +370,7 @@ INLINE void to_scores(int64_t num_keys, int64_t num_queries, float scale, const 
                 both[n] = narrowed(_mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(to_weights + here), less)));
                 _mm256_storeu_si256((__m256i *)(rows + here), both[n]);
             }
-            _mm512_storeu_si512(pairs + j / 2 * QUERIES + c, pairs_of(both[0], both[1]));
+            _mm512_i32scatter_epi32(pairs + c * (KEYS / 2) + j / 2, places, pairs_of(both[0], both[1]), 4);
         }
     }
 }
@@ -294,6 +392,7 @@ static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_
     float inner[QUERIES];
     float *of_keys = of->of_keys + (kv_head * of->num_tokens + read[2]) * dim;
     float *of_values = of->of_values + (kv_head * of->num_tokens + read[2]) * dim;
+    begin_tiles();
     pair_rows(at(of->keys, kv_head, read[2]), of->keys.token, num_keys, dim, paired_keys);
     if (is_own) {
         memset(of_keys, 0, 4 * num_keys * dim);
@@ -313,18 +412,18 @@ static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_
             for (int64_t key = 0; key < end; key += KEYS) {
                 const int64_t rows = least(KEYS, end - key), depth = (columns + 1) / 2;
                 const int64_t diagonal = is_own ? query - key : rows; /* of the keys before it, all queries see all */
-                multiply(rows, all, 1, dim / 2, (const pair *)at(of->keys, kv_head, read[2] + key), of->keys.token / 2, 1, turned,
+                multiply(rows, all, 1, dim / 2, (const pair *)at(of->keys, kv_head, read[2] + key), of->keys.token / 2, turned,
                          QUERIES, scores, QUERIES);
                 weigh_again(rows, columns, diagonal, of->scale, of->normalizers + head * of->num_tokens + token, scores, weights);
-                multiply(rows, dim, 0, depth, (const pair *)weights, QUERIES / 2, 1, to_paired, dim, of_values + key * dim, dim);
-                multiply(rows, all, 1, dim / 2, (const pair *)at(of->values, kv_head, read[2] + key), of->values.token / 2, 1,
-                         to_turned, QUERIES, to_weights, QUERIES);
+                multiply(rows, dim, 0, depth, (const pair *)weights, QUERIES / 2, to_paired, dim, of_values + key * dim, dim);
+                multiply(rows, all, 1, dim / 2, (const pair *)at(of->values, kv_head, read[2] + key), of->values.token / 2, to_turned, QUERIES, to_weights, QUERIES);
                 to_scores(rows, columns, of->scale, inner, scores, to_weights, score_rows, score_pairs);
-                multiply(rows, dim, 0, depth, (const pair *)score_rows, QUERIES / 2, 1, paired, dim, of_keys + key * dim, dim);
-                multiply(columns, dim, is_own && key == 0, (rows + 1) / 2, score_pairs, 1, QUERIES, paired_keys + key / 2 * dim, dim,
+                multiply(rows, dim, 0, depth, (const pair *)score_rows, QUERIES / 2, paired, dim, of_keys + key * dim, dim);
+                multiply(columns, dim, is_own && key == 0, (rows + 1) / 2, score_pairs, KEYS / 2, paired_keys + key / 2 * dim, dim,
                          of_queries, dim);
             }
         }
+    end_tiles();
 }
 
 /* Bytes that each thread needs, of reads of at most so many keys. */

@@ -1,5 +1,5 @@
 """Attention of rows, norms, gates and what follows the head in C, with gradients: in bfloat16 for processors with AVX-512 BF16,
-in float32 for those with AVX2.
+in float32 for those with AVX2. Where there is AMX, attention in bfloat16 uses it.
 
 torch's attention on a CPU is slower in bfloat16 than in float32, and for short rows takes longer to begin than to compute; each
 operator of a norm or a gate goes through memory by itself. Where the functions cannot be compiled or are not proven

@@ -25,6 +25,7 @@ _COMPILE_LIMIT_S = 120
 AVX2 = frozenset({"avx2", "fma"})
 AVX512_BF16 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"})
 """Instructions that functions need, as /proc/cpuinfo names them."""
+_AMX = frozenset({"amx_tile", "amx_bf16"})  # used where there are some
 
 
 def proven(
@@ -40,6 +41,8 @@ def proven(
     try:
         if not _has_processor(instructions):
             return None
+        if instructions is AVX512_BF16 and _has_processor(_AMX):
+            instructions |= _AMX
         functions = wrap(ctypes.CDLL(str(_library(source, instructions))))
         # In a separate thread: the first caller may be inside autocast, inference mode or a checkpoint of activations.
         with ThreadPoolExecutor(max_workers=1) as aside:
@@ -74,7 +77,7 @@ def _library(source: Path, instructions: frozenset[str]) -> Path:
     if compiler is None:
         raise OSError("there is no C compiler (cc, gcc or clang)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
-    flags = (*_COMPILE, *sorted(f"-m{name.replace('_', '')}" for name in instructions))
+    flags = (*_COMPILE, *sorted(f"-m{name.replace('amx_', 'amx-').replace('_', '')}" for name in instructions))
     headers = [each.read_text() for each in sorted(_HEADERS.glob("*.h"))]
     content = "\n".join((source.read_text(), *headers, *flags, version.stdout, torch.__version__))
     name = f"{source.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
