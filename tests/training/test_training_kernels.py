@@ -81,7 +81,7 @@ def test_what_is_read_and_its_gradients_are_torch_s(kernels, dtype, rows, sizes)
 
 
 def test_processors_without_tiles_are_served_by_the_same_source(monkeypatch):
-    monkeypatch.setattr(compiled, "_AMX", frozenset())
+    monkeypatch.setattr(kernels_module, "AMX", frozenset())
     kernels_module._compiled.cache_clear()
     try:
         if kernels_module.compiled(torch.bfloat16) is None:

@@ -19,6 +19,7 @@ from strop.errors import ModelError
 
 _LARGEST_MARK = 0xF8FF  # marks are drawn from the private use area, U+E000 to U+F8FF
 _REMEMBERED = 64  # last renderings and encodings: rollouts of a group begin alike, and tools often answer alike
+_LONGEST_REMEMBERED = 2**16  # characters
 _WRAPPER = ("<tool_response>\n", "\n</tool_response>")  # rStar2-Agent (arXiv 2508.20722), section 2.1
 
 
@@ -247,7 +248,8 @@ class ChatFormat:
         return re.compile(f"(?=({'|'.join(map(re.escape, self._special_strings))}))")
 
     def _encode(self, spans: Sequence[Span]) -> tuple[int, ...]:
-        return self._encoded(tuple(spans))
+        is_short = sum(len(span.text) for span in spans) <= _LONGEST_REMEMBERED
+        return (self._encoded if is_short else self._encoded_now)(tuple(spans))
 
     def _encoded_now(self, spans: tuple[Span, ...]) -> tuple[int, ...]:
         text = "".join(span.text for span in spans)

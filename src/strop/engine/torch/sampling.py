@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-DRAWN_AT_ONCE = 8  # rows, and more of them where their logits are no more than
+DRAWN_AT_ONCE = 8  # rows, and on a CPU as many as have so many logits
 _LOGITS_AT_ONCE = 2**18
 _BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 
@@ -64,7 +64,8 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor |
         banned: (N, V) bool, True on tokens that must not be drawn; None where nothing is banned.
     """
     columns = [logits, temperatures, uniform, *([] if banned is None else [banned])]
-    rows = max(DRAWN_AT_ONCE, _LOGITS_AT_ONCE // logits.shape[1])
+    is_on_cpu = logits.device.type == "cpu"  # elsewhere sums may depend on the number of rows
+    rows = max(DRAWN_AT_ONCE, _LOGITS_AT_ONCE // logits.shape[1]) if is_on_cpu else DRAWN_AT_ONCE
     parts = [_draw_some(*some) for some in zip(*(torch.split(column, rows) for column in columns), strict=True)]
     ids, logprobs, entropies = (torch.cat(drawn) for drawn in zip(*parts, strict=True))
     return Draw(ids=ids, logprobs=logprobs, entropies=entropies)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.engine.torch.cpu.compiled import AVX2, AVX512_BF16, proven
+from strop.engine.torch.cpu.compiled import AMX, AVX2, AVX512_BF16, proven
 from strop.training.batch import Read, Waves
 
 _SOURCES = {
@@ -152,7 +152,8 @@ def compiled(dtype: torch.dtype) -> Kernels | None:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Kernels | None:
-    return proven(*_SOURCES[dtype], Kernels, lambda kernels: _is_proven(kernels, dtype))
+    useful = AMX if dtype is torch.bfloat16 else frozenset[str]()
+    return proven(*_SOURCES[dtype], Kernels, lambda kernels: _is_proven(kernels, dtype), useful=useful)
 
 
 def _whole_heads(heads: Tensor) -> Tensor:

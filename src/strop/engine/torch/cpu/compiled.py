@@ -24,12 +24,17 @@ _COMPILE = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
 _COMPILE_LIMIT_S = 120
 AVX2 = frozenset({"avx2", "fma"})
 AVX512_BF16 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"})
-"""Instructions that functions need, as /proc/cpuinfo names them."""
-_AMX = frozenset({"amx_tile", "amx_bf16"})  # used where there are some
+AMX = frozenset({"amx_tile", "amx_bf16"})
+"""Instructions that functions use, as /proc/cpuinfo names them."""
 
 
 def proven(
-    source: Path, instructions: frozenset[str], wrap: Callable[[ctypes.CDLL], _T], is_proven: Callable[[_T], bool]
+    source: Path,
+    instructions: frozenset[str],
+    wrap: Callable[[ctypes.CDLL], _T],
+    is_proven: Callable[[_T], bool],
+    *,
+    useful: frozenset[str] = frozenset(),
 ) -> _T | None:
     """Return the functions of `source`, or None if they cannot be compiled here or differ from torch. The log gives the reason.
 
@@ -37,12 +42,13 @@ def proven(
         instructions: that the processor must have: `AVX2` or `AVX512_BF16`.
         wrap: the library in Python.
         is_proven: whether it gives what torch gives.
+        useful: instructions that it uses where processor and compiler have them.
     """
+    if useful and _has_processor(useful) and (best := proven(source, instructions | useful, wrap, is_proven)) is not None:
+        return best
     try:
         if not _has_processor(instructions):
             return None
-        if instructions is AVX512_BF16 and _has_processor(_AMX):
-            instructions |= _AMX
         functions = wrap(ctypes.CDLL(str(_library(source, instructions))))
         # In a separate thread: the first caller may be inside autocast, inference mode or a checkpoint of activations.
         with ThreadPoolExecutor(max_workers=1) as aside:

@@ -14,9 +14,10 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* exp(x) to 2 units in the last place: Cephes' polynomial; of x < -87 that of -87, of x > 88 that of 88. */
+/* exp(x) to 2 units in the last place: Cephes' polynomial; 0 below -87, and of x > 88 that of 88. */
 INLINE float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x; /* nan stays nan */
+    const int is_tiny = x < -87.0f; /* what it is multiplied with would be denormal, and slow */
+    x = is_tiny ? -87.0f : x > 88.0f ? 88.0f : x; /* nan stays nan */
     float n = x * 1.44269504088896341f + 12582912.0f; /* the sum has no place for a fraction */
     n -= 12582912.0f;
     float r = x - n * 0.693359375f + n * 2.12194440e-4f, p = 1.9875691500e-4f;
@@ -29,7 +30,7 @@ INLINE float exponential(float x) {
     int32_t bits = ((int32_t)n + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
-    return p * power;
+    return is_tiny ? 0.0f : p * power;
 }
 
 INLINE float inner_product(const float *a, const float *b, int64_t width) {
