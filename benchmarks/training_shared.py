@@ -94,7 +94,12 @@ async def serve(model: Path, shape: str, precision: str, shares: bool) -> None:
         report = await trainer.update(rows, method.token_loss, method.token_statistics)
         assert report.cost is not None
         figures = {**memory.end(), "loss": report.loss, "grad_norm": report.grad_norm}
-        print(json.dumps({**figures, "tokens": report.cost.tokens, "row_tokens": report.cost.row_tokens}), flush=True)
+        print(
+            json.dumps(
+                {**figures, "tokens": report.cost.tokens, "row_tokens": report.cost.row_tokens, "flops": report.cost.flops}
+            ),
+            flush=True,
+        )
     await trainer.close()
 
 
@@ -138,6 +143,7 @@ def compare(model: Path, shape: str, precision: str, rounds: int) -> dict[str, A
     ratios = [shared / unshared for shared, unshared in zip(*times.values(), strict=True)]
     return {
         "distinct_share": first["shared"]["tokens"] / first["shared"]["row_tokens"],
+        "operations_share": first["shared"]["flops"] / first["unshared"]["flops"],
         "time_ratio": statistics.median(ratios),
         "memory_ratio": last["shared"]["peak_above_idle_mib"] / last["unshared"]["peak_above_idle_mib"],
         "loss_difference": abs(first["shared"]["loss"] - first["unshared"]["loss"]),
@@ -173,7 +179,8 @@ def main() -> int:
             memory = found["memory_ratio"]
             bars[f"memory: {name}"] = {"value": memory, "bar": "<= 1.02", "holds": memory <= 1.02}
             table.add_row(shape, precision, f"{share:.3f}", f"{found['time_ratio']:.3f}", f"{memory:.2f}")
-            print(f"{name}: time {found['time_ratio']:.3f}, bar {bar:.3f}; memory {memory:.2f}", flush=True)
+            operations, time = found["operations_share"], found["time_ratio"]
+            print(f"{name}: operations {operations:.3f}, time {time:.3f}, bar {bar:.3f}; memory {memory:.2f}", flush=True)
     Console().print(table)
     command = f"{COMMAND} --precision {' '.join(chosen.precision)}"
     return write_result("training_shared", command=command, bars=bars, rows=figures)

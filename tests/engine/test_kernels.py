@@ -128,9 +128,8 @@ def test_columns_read_in_another_slot_give_the_same_bits(kernels, dtype):
     for num_lent in (0, 1, 15, 16, 100, 127, 128, 129, 200):
         lent = lengths.clamp_max(num_lent)
         spoiled = keys.clone(), values.clone()
-        for cache in (
-            spoiled if dtype is torch.bfloat16 else ()
-        ):  # what is read elsewhere is not read here; float32 reads its own
+        # What is read elsewhere is not read here; functions in float32 read each slot's own.
+        for cache in spoiled if dtype is torch.bfloat16 else ():
             for slot in (0, 1, 2, 4):
                 whole = num_lent // 16 * 16
                 cache[0, slot, :, : min(whole, 128)] = torch.nan

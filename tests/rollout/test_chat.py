@@ -34,6 +34,22 @@ def test_an_observation_closes_the_turn_answers_as_the_user_and_opens_the_next_t
     )
 
 
+def test_what_rollouts_have_in_common_is_rendered_and_encoded_once(monkeypatch):
+    chat, texts = ChatFormat(byte_tokenizer()), list[str]()
+    encode, render = chat.tokenizer.encode, chat.tokenizer.apply_chat_template
+    monkeypatch.setattr(chat.tokenizer, "encode", lambda text, **options: texts.append(text) or encode(text, **options))
+    prompts = [chat.prompt_ids([user("1+1")]) for _ in range(3)]
+    assert prompts == [CHAT.prompt_ids([user("1+1")])] * 3
+    assert len(texts) == 1
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", lambda *given, **options: pytest.fail("rendered again"))
+    assert chat.prompt_ids([user("2+3")]) == CHAT.prompt_ids([user("2+3")])  # the template does not see the question
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", render)
+    texts.clear()
+    long = "7" * 70_000
+    assert chat.num_tokens(long) == chat.num_tokens(long) == 70_000
+    assert len(texts) == 2  # nothing so long is kept
+
+
 def test_an_end_of_turn_that_was_sampled_is_not_fed_again():
     open_ended = CHAT.observation_ids(["42"], completion_ended=False)
     assert CHAT.observation_ids(["42"], completion_ended=True) == open_ended[1:]

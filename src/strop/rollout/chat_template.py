@@ -60,8 +60,8 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._rendered = lru_cache(_REMEMBERED)(self._rendered_now)
-        self._encoded = lru_cache(_REMEMBERED)(self._encoded_now)
+        self._rendered = lru_cache(_REMEMBERED)(self._apply_template)
+        self._encoded = lru_cache(_REMEMBERED)(self._tokenize)
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 f"{self._name}: its tokenizer has no eos_token, so a turn could never end. Set tokenizer.eos_token."
@@ -208,7 +208,7 @@ class ChatFormat:
         pieces = re.split(f"([{''.join(foreign)}])", rendered)
         return [Span(text=foreign.get(piece, piece), is_ours=piece not in foreign) for piece in pieces]
 
-    def _rendered_now(self, conversation: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> str:
+    def _apply_template(self, conversation: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> str:
         """Return what the template makes of messages, each a role and a content."""
         messages = [{"role": role, "content": content} for role, content in conversation]
         try:
@@ -249,9 +249,9 @@ class ChatFormat:
 
     def _encode(self, spans: Sequence[Span]) -> tuple[int, ...]:
         is_short = sum(len(span.text) for span in spans) <= _LONGEST_REMEMBERED
-        return (self._encoded if is_short else self._encoded_now)(tuple(spans))
+        return (self._encoded if is_short else self._tokenize)(tuple(spans))
 
-    def _encoded_now(self, spans: tuple[Span, ...]) -> tuple[int, ...]:
+    def _tokenize(self, spans: tuple[Span, ...]) -> tuple[int, ...]:
         text = "".join(span.text for span in spans)
         ids: list[int] = []
         start = 0

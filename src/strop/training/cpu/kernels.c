@@ -11,25 +11,18 @@
 
 #include "avx512.h"
 
-#define QUERIES 64 /* of a tile */
-#define KEYS 128   /* of a tile */
-#define READ 5     /* numbers of a read: first query, queries, first key, keys, whether it is a row's own */
-
+typedef bf16 number;
 typedef uint32_t pair; /* two bfloat16 that are multiplied and added together */
 
-extern int omp_get_thread_num(void); /* of torch's copy of OpenMP */
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+#include "rows.h"
 
 INLINE __m512i pairs_of(__m256i first, __m256i second) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
 }
 
 /* sums (rows, 16 columns) = or += left right: rows of pairs times columns of pairs. `left` has its pair k of row r at
-   r * left_row + k * left_step. */
-INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, const pair *left, int64_t left_row, int64_t left_step,
+   r * left_row + k. */
+INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, const pair *left, int64_t left_row,
                           const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
     __m512 of[4][4];
 #pragma GCC unroll 4
@@ -43,7 +36,7 @@ INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, cons
         for (int c = 0; c < columns; c++) factors[c] = (__m512bh)_mm512_loadu_si512(right + k * right_step + c * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            __m512bh one = (__m512bh)_mm512_set1_epi32((int)left[r * left_row + k * left_step]);
+            __m512bh one = (__m512bh)_mm512_set1_epi32((int)left[r * left_row + k]);
 #pragma GCC unroll 4
             for (int c = 0; c < columns; c++) of[r][c] = _mm512_dpbf16_ps(of[r][c], one, factors[c]);
         }
@@ -55,7 +48,7 @@ INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, cons
 }
 
 #define TILE(rows, columns) \
-    multiply_tile(rows, columns, is_new, depth, left_here, left_row, left_step, right_here, right_step, here, sums_row)
+    multiply_tile(rows, columns, is_new, depth, left_here, left_row, right_here, right_step, here, sums_row)
 
 #define TILES(columns)                                                                     \
     switch (least(4, num_rows - row)) {                                                    \
@@ -68,7 +61,6 @@ INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, cons
 /* As multiply_tile, of any number of rows and 16, 32, 48 ... columns. */
 static void multiply_by_registers(int64_t num_rows, int64_t num_columns, int is_new, int64_t depth, const pair *left, int64_t left_row,
                                   const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
-    const int64_t left_step = 1;
     for (int64_t column = 0; column < num_columns; column += 4 * LANES)
         for (int64_t row = 0; row < num_rows; row += 4) {
             const pair *left_here = left + row * left_row, *right_here = right + column;
@@ -223,13 +215,6 @@ static void pair_rows(const bf16 *from, int64_t stride, int64_t num_rows, int64_
         }
 }
 
-typedef struct {
-    const bf16 *first; /* (heads, tokens, dim) with these strides */
-    int64_t head, token;
-} Heads;
-
-INLINE const bf16 *at(Heads of, int64_t head, int64_t token) { return of.first + head * of.head + token * of.token; }
-
 INLINE __mmask16 lanes_below(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
 
 /* Weights of a row of scores, in bfloat16 up to a multiple of 32; its largest score and the sum of weights go on in `top` and
@@ -273,9 +258,8 @@ INLINE void merge(int is_first, int64_t num_queries, int64_t dim, const float *s
     }
 }
 
-/* One read of one query head. scratch: what strop_attend_scratch says. */
 static void attend(const int64_t *read, int64_t dim, Heads queries, int64_t head, Heads keys, Heads values, int64_t kv_head,
-                   float scale, float *out, int64_t out_row, float *normalizers, pair *scratch) {
+                   float scale, float *out, int64_t out_row, float *normalizers, void *scratch) {
     const int64_t num_queries = read[1], num_keys = read[3], is_own = read[4], width = rounded_up(num_keys, LANES);
     pair *turned = scratch, *paired = turned + width * dim / 2;
     float *scores = (float *)(paired + (num_keys + 1) / 2 * dim), *sums = scores + QUERIES * KEYS;
@@ -310,33 +294,6 @@ int64_t strop_attend_scratch(int64_t dim, int64_t most_keys) {
     return 4 * (rounded_up(most_keys, LANES) * dim / 2 + (most_keys + 1) / 2 * dim + QUERIES * KEYS + QUERIES * dim) +
            2 * QUERIES * KEYS + 64;
 }
-
-/* out (tokens, heads, dim) and normalizers (heads, tokens), float32: what queries read, and the logarithms of the sums over keys of
-   exp(scale * query . key). The reads of a wave are reads[waves[w]] .. reads[waves[w + 1]]. dim: a multiple of 32. */
-void strop_attend_rows(int64_t num_threads, int64_t num_waves, const int64_t *waves, const int64_t *reads, int64_t num_tokens,
-                       int64_t num_heads, int64_t num_kv_heads, int64_t dim, const bf16 *queries, const int64_t *query_strides,
-                       const bf16 *keys, const int64_t *key_strides, const bf16 *values, const int64_t *value_strides, float scale,
-                       float *out, float *normalizers, char *scratch, int64_t scratch_bytes) {
-    const Heads of_queries = {queries, query_strides[0], query_strides[1]}, of_keys = {keys, key_strides[0], key_strides[1]};
-    const Heads of_values = {values, value_strides[0], value_strides[1]};
-    for (int64_t wave = 0; wave < num_waves; wave++) {
-        const int64_t *first = reads + waves[wave] * READ, num_reads = waves[wave + 1] - waves[wave];
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-        for (int64_t item = 0; item < num_reads * num_heads; item++) {
-            const int64_t head = item % num_heads, *read = first + item / num_heads * READ;
-            attend(read, dim, of_queries, head, of_keys, of_values, head / (num_heads / num_kv_heads), scale, out, num_heads * dim,
-                   normalizers + head * num_tokens, (pair *)(scratch + omp_get_thread_num() * scratch_bytes));
-        }
-    }
-}
-
-typedef struct {
-    Heads queries, keys, values, out, to_out;
-    const float *normalizers; /* (heads, tokens) */
-    float *of_queries, *of_keys, *of_values; /* (heads, tokens, dim), (kv_heads, tokens, dim) twice; float32 */
-    int64_t num_tokens, dim, group;
-    float scale;
-} Backward;
 
 /* Weights of a tile again, as `weights` (keys, queries), and in place of its scores. */
 INLINE void weigh_again(int64_t num_keys, int64_t num_queries, int64_t diagonal, float scale, const float *normalizers, float *scores,
@@ -382,8 +339,7 @@ INLINE float inner_product(const bf16 *a, const bf16 *b, int64_t dim) {
     return _mm512_reduce_add_ps(sum);
 }
 
-/* One read of the query heads that share one key head. scratch: what strop_attend_backward_scratch says. */
-static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_head, pair *scratch) {
+static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_head, void *scratch) {
     const int64_t num_queries = read[1], num_keys = read[3], is_own = read[4], dim = of->dim;
     pair *paired_keys = scratch, *turned = paired_keys + (num_keys + 1) / 2 * dim, *to_turned = turned + dim / 2 * QUERIES;
     pair *paired = to_turned + dim / 2 * QUERIES, *to_paired = paired + QUERIES / 2 * dim, *score_pairs = to_paired + QUERIES / 2 * dim;
@@ -429,27 +385,6 @@ static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_
 /* Bytes that each thread needs, of reads of at most so many keys. */
 int64_t strop_attend_backward_scratch(int64_t dim, int64_t most_keys) {
     return 4 * ((most_keys + 1) / 2 * dim + 2 * dim * QUERIES + KEYS / 2 * QUERIES + 2 * KEYS * QUERIES) + 4 * KEYS * QUERIES + 64;
-}
-
-/* Gradients of what strop_attend_rows gave; `out` and `to_out`, its gradient, in bfloat16. A row's own read comes before all others
-   of its tokens and sets what they add to. */
-void strop_attend_rows_backward(int64_t num_threads, int64_t num_waves, const int64_t *waves, const int64_t *reads, int64_t num_tokens,
-                                int64_t num_heads, int64_t num_kv_heads, int64_t dim, const bf16 *queries,
-                                const int64_t *query_strides, const bf16 *keys, const int64_t *key_strides, const bf16 *values,
-                                const int64_t *value_strides, const bf16 *out, const int64_t *out_strides, const bf16 *to_out,
-                                const int64_t *to_out_strides, const float *normalizers, float scale, float *of_queries,
-                                float *of_keys, float *of_values, char *scratch, int64_t scratch_bytes) {
-    const Backward of = {{queries, query_strides[0], query_strides[1]}, {keys, key_strides[0], key_strides[1]},
-                         {values, value_strides[0], value_strides[1]},  {out, out_strides[0], out_strides[1]},
-                         {to_out, to_out_strides[0], to_out_strides[1]}, normalizers, of_queries, of_keys, of_values,
-                         num_tokens, dim, num_heads / num_kv_heads, scale};
-    for (int64_t wave = 0; wave < num_waves; wave++) {
-        const int64_t *first = reads + waves[wave] * READ, num_reads = waves[wave + 1] - waves[wave];
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-        for (int64_t item = 0; item < num_reads * num_kv_heads; item++)
-            attend_backward(first + item / num_kv_heads * READ, &of, item % num_kv_heads,
-                            (pair *)(scratch + omp_get_thread_num() * scratch_bytes));
-    }
 }
 
 #define ROWS_AT_ONCE 64 /* whose shares of a norm's weight are added up one after the other */

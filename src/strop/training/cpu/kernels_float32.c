@@ -5,13 +5,9 @@
 
 #include "float32.h"
 
-#define QUERIES 64 /* of a tile */
-#define KEYS 128   /* of a tile */
-#define READ 5     /* numbers of a read: first query, queries, first key, keys, whether it is a row's own */
+typedef float number;
 
-extern int omp_get_thread_num(void); /* of torch's copy of OpenMP */
-
-INLINE int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+#include "rows.h"
 
 /* sums (rows, columns of registers) = or += left right. `left` has its number k of row r at r * left_row + k * left_step. */
 INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, const float *left, int64_t left_row, int64_t left_step,
@@ -73,13 +69,6 @@ static void turn_rows(const float *from, int64_t stride, int64_t num_rows, int64
     }
 }
 
-typedef struct {
-    const float *first; /* (heads, tokens, dim) with these strides */
-    int64_t head, token;
-} Heads;
-
-INLINE const float *at(Heads of, int64_t head, int64_t token) { return of.first + head * of.head + token * of.token; }
-
 /* A row of scores becomes weights; its largest score and the sum of weights go on in `top` and `total`. Returns what earlier sums
    are to be multiplied with. */
 INLINE float weigh(float *scores, int64_t num_seen, int64_t num_all, float scale, float *top, float *total) {
@@ -114,9 +103,8 @@ INLINE void merge(int is_first, int64_t num_queries, int64_t dim, const float *s
     }
 }
 
-/* One read of one query head. scratch: what strop_attend_scratch says. */
 static void attend(const int64_t *read, int64_t dim, Heads queries, int64_t head, Heads keys, Heads values, int64_t kv_head,
-                   float scale, float *out, int64_t out_row, float *normalizers, float *scratch) {
+                   float scale, float *out, int64_t out_row, float *normalizers, void *scratch) {
     const int64_t num_queries = read[1], num_keys = read[3], is_own = read[4], width = rounded_up(num_keys, LANES);
     float *turned = scratch, *scores = turned + width * dim, *sums = scores + QUERIES * KEYS, top[QUERIES], total[QUERIES];
     turn_rows(at(keys, kv_head, read[2]), keys.token, num_keys, dim, turned, width);
@@ -142,33 +130,7 @@ int64_t strop_attend_scratch(int64_t dim, int64_t most_keys) {
     return 4 * (rounded_up(most_keys, LANES) * dim + QUERIES * KEYS + QUERIES * dim);
 }
 
-void strop_attend_rows(int64_t num_threads, int64_t num_waves, const int64_t *waves, const int64_t *reads, int64_t num_tokens,
-                       int64_t num_heads, int64_t num_kv_heads, int64_t dim, const float *queries, const int64_t *query_strides,
-                       const float *keys, const int64_t *key_strides, const float *values, const int64_t *value_strides, float scale,
-                       float *out, float *normalizers, char *scratch, int64_t scratch_bytes) {
-    const Heads of_queries = {queries, query_strides[0], query_strides[1]}, of_keys = {keys, key_strides[0], key_strides[1]};
-    const Heads of_values = {values, value_strides[0], value_strides[1]};
-    for (int64_t wave = 0; wave < num_waves; wave++) {
-        const int64_t *first = reads + waves[wave] * READ, num_reads = waves[wave + 1] - waves[wave];
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-        for (int64_t item = 0; item < num_reads * num_heads; item++) {
-            const int64_t head = item % num_heads, *read = first + item / num_heads * READ;
-            attend(read, dim, of_queries, head, of_keys, of_values, head / (num_heads / num_kv_heads), scale, out, num_heads * dim,
-                   normalizers + head * num_tokens, (float *)(scratch + omp_get_thread_num() * scratch_bytes));
-        }
-    }
-}
-
-typedef struct {
-    Heads queries, keys, values, out, to_out;
-    const float *normalizers;                /* (heads, tokens) */
-    float *of_queries, *of_keys, *of_values; /* (heads, tokens, dim), (kv_heads, tokens, dim) twice */
-    int64_t num_tokens, dim, group;
-    float scale;
-} Backward;
-
-/* One read of the query heads that share one key head. scratch: what strop_attend_backward_scratch says. */
-static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_head, float *scratch) {
+static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_head, void *scratch) {
     const int64_t num_queries = read[1], num_keys = read[3], is_own = read[4], dim = of->dim;
     float *turned = scratch, *to_turned = turned + dim * QUERIES, *weights = to_turned + dim * QUERIES;
     float *to_weights = weights + KEYS * QUERIES, inner[QUERIES];
@@ -213,25 +175,6 @@ static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_
 int64_t strop_attend_backward_scratch(int64_t dim, int64_t most_keys) {
     (void)most_keys;
     return 4 * 2 * (dim * QUERIES + KEYS * QUERIES);
-}
-
-void strop_attend_rows_backward(int64_t num_threads, int64_t num_waves, const int64_t *waves, const int64_t *reads, int64_t num_tokens,
-                                int64_t num_heads, int64_t num_kv_heads, int64_t dim, const float *queries,
-                                const int64_t *query_strides, const float *keys, const int64_t *key_strides, const float *values,
-                                const int64_t *value_strides, const float *out, const int64_t *out_strides, const float *to_out,
-                                const int64_t *to_out_strides, const float *normalizers, float scale, float *of_queries,
-                                float *of_keys, float *of_values, char *scratch, int64_t scratch_bytes) {
-    const Backward of = {{queries, query_strides[0], query_strides[1]}, {keys, key_strides[0], key_strides[1]},
-                         {values, value_strides[0], value_strides[1]},  {out, out_strides[0], out_strides[1]},
-                         {to_out, to_out_strides[0], to_out_strides[1]}, normalizers, of_queries, of_keys, of_values,
-                         num_tokens, dim, num_heads / num_kv_heads, scale};
-    for (int64_t wave = 0; wave < num_waves; wave++) {
-        const int64_t *first = reads + waves[wave] * READ, num_reads = waves[wave + 1] - waves[wave];
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-        for (int64_t item = 0; item < num_reads * num_kv_heads; item++)
-            attend_backward(first + item / num_kv_heads * READ, &of, item % num_kv_heads,
-                            (float *)(scratch + omp_get_thread_num() * scratch_bytes));
-    }
 }
 
 #define ROWS_AT_ONCE 64 /* whose shares of a norm's weight are added up one after the other */

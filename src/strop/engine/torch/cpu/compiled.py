@@ -55,10 +55,12 @@ def proven(
             are_right = aside.submit(is_proven, functions).result()
         if are_right:
             return functions
-        _log.warning("the compiled functions of %s differ from torch on this machine: torch's own operators are used", source)
+        _log.warning("the compiled functions of %s differ from torch on this machine and are not used", source)
     except (OSError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None)
-        _log.info("no compiled kernels, torch's own operators are used: %s", (words or str(error)).strip())
+        _log.info(
+            "the functions of %s are not compiled with %s: %s", source, sorted(instructions), (words or str(error)).strip()
+        )
     return None
 
 
@@ -84,7 +86,7 @@ def _library(source: Path, instructions: frozenset[str]) -> Path:
         raise OSError("there is no C compiler (cc, gcc or clang)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
     flags = (*_COMPILE, *sorted(f"-m{name.replace('amx_', 'amx-').replace('_', '')}" for name in instructions))
-    headers = [each.read_text() for each in sorted(_HEADERS.glob("*.h"))]
+    headers = [each.read_text() for place in (_HEADERS, source.parent) for each in sorted(place.glob("*.h"))]
     content = "\n".join((source.read_text(), *headers, *flags, version.stdout, torch.__version__))
     name = f"{source.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     place = _private_directory() / name

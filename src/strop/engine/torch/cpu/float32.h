@@ -12,8 +12,6 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* anywhere in memory */
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* exp(x) to 2 units in the last place: Cephes' polynomial; 0 below -87, and of x > 88 that of 88. */
 INLINE float exponential(float x) {
     const int is_tiny = x < -87.0f; /* what it is multiplied with would be denormal, and slow */
