@@ -18,7 +18,6 @@ from strop.engine.model_directory import Architecture
 from strop.engine.torch.kv_cache import CHUNK_MAX, KV_STEP, Chunk, KvCache, Row, StepShape
 from strop.engine.torch.weights import LayerWeights
 
-_SPARSE = 0.85  # of the blocks of all slots: with fewer read, blocks are attended to by spans of slots
 _CHUNK_SIZES = (32, CHUNK_MAX)  # attention pads a chunk to the next of these: code is kept for every size
 
 Tables = tuple[Tensor, Tensor]  # cos and signed sin of every position, (positions, head_dim): the first half of sin is negated
@@ -54,7 +53,6 @@ class _RowsOfSlots:
 
     slots: Tensor  # (rows,)
     mask: Tensor  # (slots * kv_heads, 1, L)
-    spans: tuple[tuple[slice, ...], ...] = ()  # by block of columns: the slots that read it; empty: all read all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class TorchAttention:
             num_real=tokens.num_real,
             place=self._cache.place(tokens.slots[: tokens.num_real], tokens.positions[: tokens.num_real]),
             rotation=(self._cos[tokens.positions], self._sin[tokens.positions]),
-            rows=tuple(self._rows_of_slots(tokens, rows, part, shape) for part in parts),
+            rows=tuple(self._rows_of_slots(tokens, part, shape) for part in parts),
             alike=self._alike(chunks, tokens.num_rows),
             num_slots=shape.num_slots,
             num_columns=shape.num_columns,
@@ -158,27 +156,11 @@ class TorchAttention:
         rotated = _rotate(rotated, *rotation)
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], value
 
-    def _rows_of_slots(self, tokens: Tokens, rows: Sequence[Row], part: slice, shape: StepShape) -> _RowsOfSlots:
+    def _rows_of_slots(self, tokens: Tokens, part: slice, shape: StepShape) -> _RowsOfSlots:
         slots = tokens.slots[part]
         positions = torch.zeros(shape.num_slots, dtype=torch.int64, device=self._device)
         positions[slots] = tokens.positions[part]
-        mask = self._row_mask(positions, shape.num_columns)
-        return _RowsOfSlots(slots=slots, mask=mask, spans=self._spans(rows[part], shape))
-
-    def _spans(self, rows: Sequence[Row], shape: StepShape) -> tuple[tuple[slice, ...], ...]:
-        """Which slots each block of columns is read by; nothing where most blocks are read by most slots."""
-        if not shape.granule or not rows:
-            return ()
-        block, granule = self._cache.block, shape.granule
-        spans, num_read = [], 0
-        for first in range(0, shape.num_columns, block):
-            readers = {row.slot // granule for row in rows if row.position >= first}
-            num_read += len(readers)
-            starts = [reader for reader in sorted(readers) if reader - 1 not in readers]
-            stops = [reader + 1 for reader in sorted(readers) if reader + 1 not in readers]
-            spans.append(tuple(slice(start * granule, stop * granule) for start, stop in zip(starts, stops, strict=True)))
-        num_all = len(spans) * (shape.num_slots // granule)
-        return tuple(spans) if num_read <= _SPARSE * num_all else ()
+        return _RowsOfSlots(slots=slots, mask=self._row_mask(positions, shape.num_columns))
 
     def _alike(self, chunks: Sequence[Chunk], start: int) -> tuple[_AlikeChunks, ...]:
         """The chunks, whose tokens begin at `start` among the step's, by their sizes."""
@@ -221,12 +203,7 @@ class TorchAttention:
         grouped = by_slot.reshape(plan.num_slots * num_kv_heads, -1, head_dim)
         key_blocks = self._cache.first_rows(keys, plan.num_slots, plan.num_columns)
         value_blocks = self._cache.first_rows(values, plan.num_slots, plan.num_columns)
-        if of.spans:
-            spans = [[slice(span.start * num_kv_heads, span.stop * num_kv_heads) for span in block] for block in of.spans]
-            attended = _attend_where(grouped, key_blocks, value_blocks, of.mask, spans)
-        else:
-            attended = _attend(grouped, key_blocks, value_blocks, of.mask)
-        attended = attended.view(plan.num_slots, -1)
+        attended = _attend(grouped, key_blocks, value_blocks, of.mask).view(plan.num_slots, -1)
         return attended if is_dense else attended[of.slots]
 
     def _attend_chunks(self, query: Tensor, keys: Tensor, values: Tensor, chunks: _AlikeChunks) -> Tensor:
@@ -284,30 +261,4 @@ def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mas
     attended = torch.bmm(weights[0], values[0])
     for block_weights, block in zip(weights[1:], values[1:], strict=True):
         attended.baddbmm_(block_weights, block)
-    return attended
-
-
-def _attend_where(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor, spans: Sequence[Sequence[slice]]
-) -> Tensor:
-    """`_attend`, bit for bit, that leaves out what the mask hides: only the rows `spans[b]` read block `b`."""
-    scores = query.new_zeros(*query.shape[:2], mask.shape[-1])
-    start = 0
-    for block, readers in zip(keys, spans, strict=True):
-        stop = start + block.shape[1]
-        for span in readers:
-            scores[span, :, start:stop] = torch.bmm(query[span], block[span].transpose(1, 2))
-        start = stop
-    weights = torch.add(mask, scores, alpha=query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
-    attended = torch.zeros_like(query)
-    start = 0
-    for index, (block, readers) in enumerate(zip(values, spans, strict=True)):
-        stop = start + block.shape[1]
-        for span in readers:
-            of_block = weights[span, :, start:stop].contiguous()
-            if index == 0:
-                torch.bmm(of_block, block[span], out=attended[span])
-            else:
-                attended[span].baddbmm_(of_block, block[span])
-        start = stop
     return attended

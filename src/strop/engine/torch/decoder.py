@@ -177,14 +177,7 @@ class StepSizes:
             num_rows=_covering(self.tokens, num_rows) if num_rows else 0,
             num_slots=_covering(self.slots, num_slots),
             num_columns=_covering(self.columns, num_columns),
-            granule=self._granule,
         )
-
-    @property
-    def _granule(self) -> int:
-        """The smallest number of slots, if all its multiples are allowed."""
-        smallest, largest = self.slots[0], self.slots[-1]
-        return smallest if self.slots == tuple(range(smallest, largest + 1, smallest)) else 0
 
     def slots_covering(self, num_slots: int) -> int:
         return _covering(self.slots, num_slots)

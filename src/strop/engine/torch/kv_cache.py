@@ -66,7 +66,6 @@ class StepShape:
     num_rows: int  # of the products over the rows; at most num_tokens
     num_slots: int  # whose caches the rows' attention covers
     num_columns: int  # of each slot that the rows' attention reads
-    granule: int = 0  # multiples of this number of slots may be attended to separately; 0: only all of them
 
 
 class KvCache:
