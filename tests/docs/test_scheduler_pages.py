@@ -23,14 +23,8 @@ def report() -> BatchReport:
         policy="scheduler",
         duration_s=1.0,
         engines=(engine, engine),
-        ledger=Ledger(offered=1, turns=1, tool_turns=1),
+        ledger=Ledger(offered=1, turns=1, tool_turns=1, request_tokens=1, branch_tokens=1),
         queue=StepFunction(),
-        evictions=0,
-        cached_tokens=1,
-        request_tokens=1,
-        branch_cached_tokens=1,
-        branch_tokens=1,
-        drafted_tokens=1,
         lost_before=(),
     )
 

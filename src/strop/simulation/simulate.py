@@ -256,14 +256,15 @@ class _Simulation:
             self._now_s, _, act = heapq.heappop(self._heap)
             act()
             self._plan()
-        engines = self._engines.values()
+        engines, ledger = self._engines.values(), self.scheduler.ledger
+        ledger.evictions = sum(engine.evictions for engine in engines)
         return Outcome(
             makespan_s=max(self._ended.values()),
-            ledger=self.scheduler.ledger,
+            ledger=ledger,
             usage={engine.spec.name: engine.usage for engine in engines},
             max_conversations=sum(engine.spec.max_conversations for engine in engines),
-            evictions=sum(engine.evictions for engine in engines),
-            recomputed_tokens=self.scheduler.ledger.recomputed_tokens,
+            evictions=ledger.evictions,
+            recomputed_tokens=ledger.recomputed_tokens,
             prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
             peak_kv_share=max(engine.peak_tokens / (engine.spec.kv_blocks * engine.spec.block_tokens) for engine in engines),
             max_tools_queued=self._max_tools_queued,

@@ -29,7 +29,7 @@ def test_engines_of_unequal_size_share_the_work_and_give_the_tokens_that_one_giv
         assert world.num_open == 0
         if policy == "scheduler":
             assert engines[0].most_running <= 2
-            assert pool.last_batch.evictions == 0
+            assert pool.last_batch.ledger.evictions == 0
         return tokens_of(groups)
 
     assert run(scenario) == undisturbed()
@@ -87,7 +87,7 @@ def test_a_turn_in_pieces_is_the_turn_and_a_lost_engine_costs_a_piece_of_it(min_
         ]
         assert used[1][0].ids == (1, 2, 3, *range(100, 120))
         assert (pool.last_batch.ledger.turns, pool.last_batch.ledger.lost_turns) == (1, 1)
-        assert pool.last_batch.request_tokens == 3  # of a turn once
+        assert pool.last_batch.ledger.request_tokens == 3  # of a turn once
 
     run(scenario)
 

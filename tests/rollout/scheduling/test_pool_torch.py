@@ -86,7 +86,7 @@ def test_law_8_neither_the_number_of_engines_nor_the_policy_changes_a_token(
     assert len({len(ids) for ids in tokens.values()}) > 3
     assert all(engine.row_s > 0 for engine in report.engines)
     if policy == "scheduler":
-        assert report.evictions == report.ledger.recomputed_tokens == 0
+        assert report.ledger.evictions == report.ledger.recomputed_tokens == 0
         assert report.ledger.runs[RunReason.CONTINUE] > 0
         assert (sum(report.ledger.runs.values()) > report.ledger.turns) == may_move
 

@@ -18,7 +18,7 @@ def test_the_static_policy_waits_at_its_barrier_even_where_memory_is_short():
         engine = FragileEngine(max_running=3, block_tokens=4)
         pool = pool_of(engine, config=SchedulerConfig(policy="static"))
         groups = await play_all(pool, tasks=TASKS[:3])
-        assert pool.last_batch.evictions > 0
+        assert pool.last_batch.ledger.evictions > 0
         assert pool.last_batch.ledger.recomputed_tokens > 0
         assert pool.last_batch.as_metrics()["scheduler/row_share"] <= 1.0  # twelve were asked of three rows
         return tokens_of(groups)

@@ -32,16 +32,13 @@ class RolloutBatch:
     def __init__(self, pool: EnginePool) -> None:
         self.error: Exception | None = None  # that ended the batch
         self.engines: dict[str, PooledEngine] = {}  # all that ever joined
-        self.num_evictions = 0
+        self.leases: dict[RolloutKey, Lease] = {}
         self._pool = pool
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
         self._reported_s = 0.0  # until when, after the start
         self.scheduler = make_scheduler(pool.config)
-        self._leases: dict[RolloutKey, Lease] = {}
         self._releasing: set[asyncio.Task[None]] = set()
-        self._cached_tokens = self._request_tokens = self._drafted_tokens = 0
-        self._branch_cached_tokens = self._branch_tokens = 0
         self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a turn, by the id of its first request
 
     @property
@@ -62,10 +59,10 @@ class RolloutBatch:
             try:
                 if self.max_request_tokens is None:
                     raise EngineLost("no engine is left.")
-                lease = self._leases[key] = Lease(self, key)
+                lease = self.leases[key] = Lease(self, key)
                 self.handle(self.scheduler.offered, key, prompt=prompt, prompt_tokens=len(prompt), max_tokens=max_tokens)
             except StropError:
-                self._leases.pop(key, None)
+                self.leases.pop(key, None)
                 if not self._pool.is_replacing:
                     raise
                 await self._pool.replacement_settled()
@@ -75,13 +72,15 @@ class RolloutBatch:
     def handle(self, event: Callable[Concatenate[float, _P], list[Action]], *arguments: _P.args, **named: _P.kwargs) -> None:
         """Report an event to the scheduler, and carry out its actions."""
         for action in event(self._clock() - self._started_s, *arguments, **named):
+            lease = self.leases[action.key]
             match action:
                 case Run():
-                    self._leases[action.key].grant(action)
+                    lease.run = action
                 case CallTools():
-                    self._leases[action.key].allow_tools()
+                    lease.may_call_tools = True
                 case Release():
-                    self._leases[action.key].free_memory()
+                    lease.free_memory()
+            lease.woken.set()
 
     def join(self, engine: PooledEngine) -> None:
         """Use another engine from now on."""
@@ -99,7 +98,7 @@ class RolloutBatch:
     def check_engines(self) -> None:
         """End the batch if rollouts wait for an engine that will never join."""
         lost = [engine for engine in self.engines.values() if engine.loss]
-        if not lost or self._pool.is_replacing or self.error is not None or not self._leases:
+        if not lost or self._pool.is_replacing or self.error is not None or not self.leases:
             return
         losses = "; ".join(f"{engine.name}: {engine.loss}" for engine in lost)
         if len(lost) == len(self.engines):
@@ -115,12 +114,12 @@ class RolloutBatch:
     def _fail(self, error: Exception) -> None:
         """End the batch: everything that waits raises `error`."""
         self.error = error
-        for lease in self._leases.values():
-            lease.wake()
+        for lease in self.leases.values():
+            lease.woken.set()
 
     async def close(self, *, lost_before: tuple[str, ...]) -> BatchReport:
         """End all rollouts, wait for the engines to free their memory, and return the last report of the batch."""
-        for lease in list(self._leases.values()):
+        for lease in list(self.leases.values()):
             lease.close()
         report = self.report(lost_before=lost_before)
         await asyncio.gather(*(engine.settle() for engine in self.engines.values()), *self._releasing)
@@ -137,17 +136,9 @@ class RolloutBatch:
             engines=tuple(self._report(engine, start_s, ended_s) for engine in present),
             ledger=scheduler.ledger,
             queue=scheduler.queue_length.since(start_s),
-            evictions=self.num_evictions,
-            cached_tokens=self._cached_tokens,
-            request_tokens=self._request_tokens,
-            drafted_tokens=self._drafted_tokens,
-            branch_cached_tokens=self._branch_cached_tokens,
-            branch_tokens=self._branch_tokens,
             lost_before=lost_before,
         )
         self._reported_s, scheduler.ledger = ended_s, Ledger()
-        self.num_evictions = self._cached_tokens = self._request_tokens = self._drafted_tokens = 0
-        self._branch_cached_tokens = self._branch_tokens = 0
         for usage in scheduler.usage.values():
             usage.rows.forget()
             usage.kv_share.forget()
@@ -189,39 +180,11 @@ class RolloutBatch:
             raise EngineRemovedError(str(error)) from error
         return completion
 
-    def count(self, request: CompletionRequest, completion: Completion) -> None:
-        """A turn has come back."""
-        self._cached_tokens += completion.cached_tokens
-        self._request_tokens += len(request.ids)
-        self._drafted_tokens += completion.drafted_tokens
-
     def free_memory(self, engine: PooledEngine, request_id: str) -> None:
         """Free the KV memory of a conversation in the background."""
         task = asyncio.ensure_future(engine.release(request_id))
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
-
-    def is_crowded(self, engine: PooledEngine) -> bool:
-        """Whether conversations must free their memory between turns: those at static's barrier must not block the others."""
-        return self.scheduler.is_crowded(engine.name)
-
-    def branch(self, parent: Lease, key: RolloutKey, *, max_tokens: int) -> Lease:
-        lease = self._leases[key] = Lease(self, key)
-        lease.extend(parent)
-        self.handle(self.scheduler.branch_requested, key, parent=parent.key, max_tokens=max_tokens)
-        return lease
-
-    def branched(self, *, num_shared: int, num_cached: int) -> None:
-        """A branch has its first completion."""
-        self._branch_tokens += num_shared
-        self._branch_cached_tokens += min(num_shared, num_cached)
-
-    def end(self, lease: Lease) -> None:
-        if self._leases.get(lease.key) is lease:
-            self.handle(self.scheduler.ended, lease.key)
-            lease.free_memory()
-            lease.is_independent.set()
-            del self._leases[lease.key]
 
 
 class _Once:
@@ -282,23 +245,18 @@ class Lease:
 
     def __init__(self, batch: RolloutBatch, key: RolloutKey) -> None:
         self.key = key
-        self._batch = batch
-        self._run: Run | None = None  # the newest that was granted
-        self._may_call_tools = False
-        self._woken = asyncio.Event()
+        self.num_tokens = 0  # of the newest request and its completion, which the engine has computed
+        self.run: Run | None = None  # the newest that was granted
+        self.may_call_tools = False
+        self.woken = asyncio.Event()
         self.is_independent = asyncio.Event()  # set when a branch needs nothing more of its parent's memory
+        self._batch = batch
         self._prefix: _Prefix | None = None
-        self._num_known = 0  # tokens of the newest request and its completion, which the engine has computed
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the newest request and its completion."""
-        return self._num_known
 
     @property
     def is_waiting(self) -> bool:
         """Whether no engine is granted for the next turn."""
-        return self._run is None
+        return self.run is None
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
@@ -321,7 +279,7 @@ class Lease:
             once.close()
 
     async def _complete(self, request: CompletionRequest, once: _Once | None) -> Completion:
-        batch, rest, pieces = self._batch, request, list[Completion]()
+        batch, scheduler, rest, pieces = self._batch, self._batch.scheduler, request, list[Completion]()
         has_pieces = request.probe is None and not request.stop_strings
         while True:
             run, completion, recomputed = await self._ask(rest, turn=request.id, has_pieces=has_pieces)
@@ -330,38 +288,37 @@ class Lease:
             if completion.finish_reason is not FinishReason.LENGTH or num == rest.max_tokens:
                 break
             rest = _rest(rest, completion, turn=request.id)
-            self._num_known = len(rest.ids)
-            piece_finished = batch.scheduler.piece_finished
-            batch.handle(piece_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
+            self.num_tokens = len(rest.ids)
+            batch.handle(scheduler.piece_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
         completion = Completion.joined(pieces)
-        batch.count(request, completion)
+        scheduler.ledger.count(request, completion)
         if once is not None:
             once.finish(tuple(completion.entropies))
-        self._num_known = len(rest.ids) + num
-        if batch.is_crowded(batch.engines[run.engine]):
+        self.num_tokens = len(rest.ids) + num
+        if scheduler.is_crowded(run.engine):
             self.free_memory()
-        self._may_call_tools = False
-        batch.handle(batch.scheduler.turn_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
-        while not self._may_call_tools:
+        self.may_call_tools = False
+        batch.handle(scheduler.turn_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
+        while not self.may_call_tools:
             await self._wait()
-        batch.handle(batch.scheduler.tool_started, self.key)
+        batch.handle(scheduler.tool_started, self.key)
         return completion
 
     async def _ask(self, request: CompletionRequest, *, turn: str, has_pieces: bool) -> tuple[Run, Completion, int]:
         """One completion of the engine that is granted, and how many tokens of its context were computed a second time."""
         batch = self._batch
         while True:
-            while self._run is None:
+            while self.run is None:
                 await self._wait()
-            run, self._run = self._run, None
+            run, self.run = self.run, None
             engine = batch.engines[run.engine]
-            extended, before, num_known = request, self._prefix, self._num_known
+            extended, before, num_known = request, self._prefix, self.num_tokens
             if has_pieces and run.max_tokens < request.max_tokens:
                 num = run.max_tokens
                 extended = replace(request, max_tokens=num, min_tokens=min(request.min_tokens, num))
             if before is not None and before.engine is engine:
                 extended = replace(extended, extends=before.request_id, at=num_known)
-            self._prefix, self._num_known = _Prefix(engine, request.id, is_own=True), len(request.ids)
+            self._prefix, self.num_tokens = _Prefix(engine, request.id, is_own=True), len(request.ids)
             try:
                 completion = await batch.complete(engine, extended, turn=turn)
             except EngineRemovedError:
@@ -373,13 +330,14 @@ class Lease:
             else:
                 break
         self.is_independent.set()
-        recomputed = 0
+        recomputed, ledger = 0, batch.scheduler.ledger
         missing = num_known - 1 - completion.cached_tokens  # the last id that was sampled is never in the cache yet
         if run.reason is RunReason.CONTINUE and missing > engine.tolerated_tokens:
             recomputed = missing
-            batch.num_evictions += 1
+            ledger.evictions += 1
         if run.reason is RunReason.BRANCH:
-            batch.branched(num_shared=num_known - 1, num_cached=completion.cached_tokens)
+            ledger.branch_tokens += num_known - 1
+            ledger.branch_cached_tokens += min(num_known - 1, completion.cached_tokens)
         return run, completion, recomputed
 
     def observed(self, num_tokens: int) -> None:
@@ -389,28 +347,20 @@ class Lease:
 
     def branch(self, key: RolloutKey, *, max_tokens: int) -> Lease:
         """Fork the rollout after its newest observation or completion. The branch waits if its engine has no room for it."""
-        return self._batch.branch(self, key, max_tokens=max_tokens)
+        batch = self._batch
+        branch = batch.leases[key] = Lease(batch, key)
+        branch.num_tokens, branch._prefix = self.num_tokens, self._prefix and replace(self._prefix, is_own=False)
+        batch.handle(batch.scheduler.branch_requested, key, parent=self.key, max_tokens=max_tokens)
+        return branch
 
     def close(self) -> None:
         """End the rollout and free its memory. Repeated calls do nothing."""
-        self._batch.end(self)
-
-    # For the batch.
-
-    def grant(self, run: Run) -> None:
-        """The scheduler chose an engine for the next turn."""
-        self._run = run
-        self.wake()
-
-    def allow_tools(self) -> None:
-        """The scheduler lets the tools of the newest turn start."""
-        self._may_call_tools = True
-        self.wake()
-
-    def extend(self, parent: Lease) -> None:
-        """The first request of a branch extends what its parent has cached."""
-        self._prefix = parent._prefix and replace(parent._prefix, is_own=False)
-        self._num_known = parent._num_known
+        batch = self._batch
+        if batch.leases.get(self.key) is self:
+            batch.handle(batch.scheduler.ended, self.key)
+            self.free_memory()
+            self.is_independent.set()
+            del batch.leases[self.key]
 
     def free_memory(self) -> None:
         """Free the KV memory of the conversation; the next turn computes its context again."""
@@ -421,12 +371,9 @@ class Lease:
         if prefix is not None and prefix.is_own:
             self._batch.free_memory(prefix.engine, prefix.request_id)
 
-    def wake(self) -> None:
-        self._woken.set()
-
     async def _wait(self) -> None:
         if self._batch.error is None:
-            self._woken.clear()
-            await self._woken.wait()
+            self.woken.clear()
+            await self.woken.wait()
         if self._batch.error is not None:
             raise self._batch.error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +20,6 @@ from strop.engine.publication import Publication
 from strop.errors import EngineLost, MachineError, ModelError, StropError, WeightsNotProven
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.batch import RESUME, EngineRemovedError, RolloutBatch
-from strop.rollout.scheduler.replacements import EngineObserver, OpenEngine, Replacements
 from strop.rollout.scheduler.report import BatchReport
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.types import Completion
@@ -33,10 +32,27 @@ _BLOCK_TOKENS = 32  # for an engine that has no slots and does not report its bl
 _RELEASE_S = 10.0
 _SETTLE_S = 5.0  # for cancelled completions to end
 _CLOSE_S = 60.0
+_OPEN_S = 900.0
 _ResultT = TypeVar("_ResultT")
 
 Publish: TypeAlias = Callable[[Capabilities], AbstractAsyncContextManager[Publication]]
 """Offers the current weights as engines of these capabilities take them, as long as the context lasts."""
+
+OpenEngine: TypeAlias = Callable[[int, str], Awaitable[InferenceEngine]]
+"""Opens an engine in place of the one with this index. The second argument is the name that it will have."""
+
+
+class EngineObserver:
+    """Is called when engines are lost and replaced. The methods of this class do nothing."""
+
+    def engine_joined(self, name: str, *, replaces: str) -> None:
+        """Engine `name` was opened in place of engine `replaces`."""
+
+    def engine_lost(self, name: str, *, reason: str) -> None:
+        """Engine `name` was removed."""
+
+    def engine_not_replaced(self, name: str, *, reason: str) -> None:
+        """Engine `name` was lost and no engine could be opened in its place."""
 
 
 class EnginePool:
@@ -63,11 +79,11 @@ class EnginePool:
             publish_deadline_s: how long a publication may take; None: `stall_timeout_s`.
         """
         self.config = SchedulerConfig() if config is None else config
-        self.observer = EngineObserver() if observer is None else observer
-        self.may_send = asyncio.Event()  # whether the current weights may be sent to a replacement
-        self.may_send.set()
-        self.sending = asyncio.Lock()
-        self.first_loss: EngineLost | None = None  # since the last publication
+        self._observer = EngineObserver() if observer is None else observer
+        self._may_send = asyncio.Event()  # whether the current weights may be sent to a replacement
+        self._may_send.set()
+        self._sending = asyncio.Lock()
+        self._first_loss: EngineLost | None = None  # since the last publication
         self._stall_timeout_s = stall_timeout_s
         self._publish_deadline_s = stall_timeout_s if publish_deadline_s is None else publish_deadline_s
         self._engines: dict[str, PooledEngine] = {}
@@ -83,9 +99,12 @@ class EnginePool:
         self._checksum = ""  # of the last publication
         self._publish: Publish | None = None  # of the current weights; None: engines were opened with them
         self._closing: set[asyncio.Task[None]] = set()
-        self._replacements = Replacements(self, open_another)
+        self._open_another = open_another
+        self._opening: set[asyncio.Task[None]] = set()  # replacements
+        self._num_replaced = 0  # in this batch
+        self._missing: dict[int, str] = {}  # lost engines that were not replaced, by index
         for index, engine in enumerate(engines):
-            self.join(self.pooled(engine, index))
+            self._join(self._pooled(engine, index))
 
     @property
     def engines(self) -> dict[str, InferenceEngine]:
@@ -117,16 +136,16 @@ class EnginePool:
         Raises:
             WeightsNotProven, EngineLost: no engine holds them, and no replacement does.
         """
-        self.may_send.clear()
-        async with self.sending:
-            self._publish, self._version, self._checksum, self.first_loss = publish, version, "", None
+        self._may_send.clear()
+        async with self._sending:
+            self._publish, self._version, self._checksum, self._first_loss = publish, version, "", None
             engines = list(self._engines.values())
             try:
                 if engines:
                     await self._send(publish, engines)
             finally:
                 self.oldest_version = version
-        self.may_send.set()
+        self._may_send.set()
         for engine in engines:
             if engine.weights_error is not None and engine.name in self._engines:  # else the pool was closed in the meantime
                 self.remove(engine, engine.weights_error)
@@ -175,10 +194,10 @@ class EnginePool:
                 await self._close_batch(batch)
 
     def _open_batch(self) -> RolloutBatch:
-        self.may_send.set()  # weights do not change while they are sampled from
-        self._replacements.num_opened = 0
-        if self._replacements.missing:
-            self._replacements.replace_missing()
+        self._may_send.set()  # weights do not change while they are sampled from
+        self._num_replaced = 0
+        for index, lost in list(self._missing.items())[: self.config.max_replacements]:
+            self._replace(lost, index)
         self._check_not_empty()
         batch = RolloutBatch(self)
         for engine in self._engines.values():
@@ -188,8 +207,8 @@ class EnginePool:
 
     async def _close_batch(self, batch: RolloutBatch) -> None:
         if self._publish is not None:
-            self.may_send.clear()  # the trainer may now change the weights
-            async with self.sending:
+            self._may_send.clear()  # the trainer may now change the weights
+            async with self._sending:
                 pass
         lost_before, self._lost_before = self._lost_before, []
         self._report = await batch.close(lost_before=tuple(lost_before))
@@ -201,21 +220,22 @@ class EnginePool:
         """Close every engine, and cancel replacements."""
         for engine in list(self._engines.values()):
             self._close_later(engine)
-        await self._replacements.close()
+        self._open_another = None
+        for task in self._opening:
+            task.cancel()
+        await asyncio.gather(*self._opening, return_exceptions=True)
         await asyncio.gather(*self._closing)
-
-    # For batches and replacements.
 
     def remove(self, engine: PooledEngine, error: EngineLost) -> None:
         """`engine` is lost. Repeated calls do nothing."""
         if engine.loss:
             return
         engine.remove(str(error))
-        self.first_loss = self.first_loss or error
+        self._first_loss = self._first_loss or error
         logger.warning("%s is lost: %s", engine.name, engine.loss)
-        self.observer.engine_lost(engine.name, reason=engine.loss)
+        self._observer.engine_lost(engine.name, reason=engine.loss)
         self._close_later(engine)
-        self._replacements.replace(engine.name, engine.index)
+        self._replace(engine.name, engine.index)
         if self._batch is None:
             self._lost_before.append(engine.name)
         else:
@@ -224,17 +244,75 @@ class EnginePool:
     @property
     def is_replacing(self) -> bool:
         """Whether an engine is being opened in place of a lost one."""
-        return bool(self._replacements.running)
+        return bool(self._opening)
 
     async def replacement_settled(self) -> None:
         """Return when a replacement has joined or failed."""
         if self.is_replacing:
-            await asyncio.wait(self._replacements.running, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(self._opening, return_when=asyncio.FIRST_COMPLETED)
 
-    def next_name(self, index: int) -> str:
-        return engine_name(index, self._num_generations[index] + 1)
+    def _replace(self, lost: str, index: int) -> None:
+        """Open another engine in place of `lost`, unless this batch has done so too often."""
+        if self._open_another is None:
+            return
+        if self._num_replaced >= self.config.max_replacements:
+            self._missing[index] = lost
+            self._not_replaced(
+                lost, f"this step has replaced {self._num_replaced} engines already (scheduler.max_replacements)."
+            )
+            return
+        self._missing.pop(index, None)
+        self._num_replaced += 1
+        task = asyncio.ensure_future(self._open(lost, index, self._open_another))
+        self._opening.add(task)
+        task.add_done_callback(self._settle)
 
-    def pooled(self, engine: InferenceEngine, index: int) -> PooledEngine:
+    async def _open(self, lost: str, index: int, open_another: OpenEngine) -> None:
+        pooled: PooledEngine | None = None
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                name = engine_name(index, self._num_generations[index] + 1)
+                pooled = self._pooled(await open_another(index, name), index)
+            await self._admit(pooled, replaces=lost)
+        except BaseException as error:
+            if pooled is not None:
+                await pooled.close()
+            if not isinstance(error, Exception):
+                raise
+            reason = f"not open after {_OPEN_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            self._not_replaced(lost, reason)
+            self._replace(lost, index)
+
+    async def _admit(self, engine: PooledEngine, *, replaces: str) -> None:
+        """Send the current weights to a new engine as soon as they may be sent, and let it join."""
+        while True:
+            await self._may_send.wait()
+            async with self._sending:
+                if not self._may_send.is_set():
+                    continue
+                if self._publish is not None:
+                    await self._send(self._publish, [engine])
+                if engine.weights_error is not None:
+                    raise engine.weights_error
+                if engine.engine.policy_version != self._version:
+                    raise WeightsNotProven(f"it holds policy version {engine.engine.policy_version}, not {self._version}.")
+                logger.info("%s replaces %s", engine.name, replaces)
+                self._observer.engine_joined(engine.name, replaces=replaces)
+                self._join(engine)
+                return
+
+    def _not_replaced(self, lost: str, reason: str) -> None:
+        logger.warning("%s could not be replaced: %s", lost, reason)
+        self._first_loss = self._first_loss or EngineLost(reason)
+        self._observer.engine_not_replaced(lost, reason=reason)
+
+    def _settle(self, done: asyncio.Task[None]) -> None:
+        """A replacement has joined or failed."""
+        self._opening.discard(done)
+        if self._batch is not None:
+            self._batch.check_engines()
+
+    def _pooled(self, engine: InferenceEngine, index: int) -> PooledEngine:
         """Return the next engine with this index. It has not joined yet."""
         return PooledEngine(
             engine,
@@ -244,25 +322,11 @@ class EnginePool:
             publish_deadline_s=self._publish_deadline_s,
         )
 
-    async def send_current(self, engine: PooledEngine) -> None:
-        """Give a new engine the current weights. Raises `EngineLost` if it does not prove them."""
-        if self._publish is not None:
-            await self._send(self._publish, [engine])
-        if engine.weights_error is not None:
-            raise engine.weights_error
-        if engine.engine.policy_version != self._version:
-            raise WeightsNotProven(f"it holds policy version {engine.engine.policy_version}, not {self._version}.")
-
-    def join(self, engine: PooledEngine) -> None:
+    def _join(self, engine: PooledEngine) -> None:
         self._num_generations[engine.index] += 1
         self._engines[engine.name] = engine
         if self._batch is not None:
             self._batch.join(engine)
-
-    def check_engines(self) -> None:
-        """A replacement has joined or failed."""
-        if self._batch is not None:
-            self._batch.check_engines()
 
     async def _send(self, publish: Publish, engines: Sequence[PooledEngine]) -> None:
         """Send the current weights. `weights_error` of each engine says afterwards why it did not prove them.
@@ -299,8 +363,8 @@ class EnginePool:
     def _check_not_empty(self) -> None:
         if self._engines or self.is_replacing:
             return
-        kind = WeightsNotProven if isinstance(self.first_loss, WeightsNotProven) else EngineLost
-        raise kind(f"no engine is left to sample from. {self.first_loss or ''} {RESUME}") from self.first_loss
+        kind = WeightsNotProven if isinstance(self._first_loss, WeightsNotProven) else EngineLost
+        raise kind(f"no engine is left to sample from. {self._first_loss or ''} {RESUME}") from self._first_loss
 
 
 class PooledEngine:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.engine.protocol import CompletionRequest
+    from strop.types import Completion
 
 NUM_SPANS = 240  # of a timeline
 
@@ -32,6 +36,18 @@ class Ledger:
     queue_wait_s: float = 0.0  # between the offer and the first run
     longest_rollout_s: float = 0.0  # between the first run and the end
     longest_rollout_tokens: int = 0  # of one response, observations included
+    evictions: int = 0  # turns whose conversation was no longer in its engine's cache
+    request_tokens: int = 0  # of all turns
+    cached_tokens: int = 0  # of these
+    drafted_tokens: int = 0
+    branch_tokens: int = 0  # that branches share with their parents
+    branch_cached_tokens: int = 0  # of these
+
+    def count(self, request: CompletionRequest, completion: Completion) -> None:
+        """A whole turn came back."""
+        self.request_tokens += len(request.ids)
+        self.cached_tokens += completion.cached_tokens
+        self.drafted_tokens += completion.drafted_tokens
 
     def as_metrics(self, *names: str) -> dict[str, float]:
         """Return the metrics `scheduler/*` of these counts; of all if none is named."""
@@ -146,12 +162,6 @@ class BatchReport:
     engines: tuple[EngineReport, ...]
     ledger: Ledger
     queue: StepFunction  # rollouts that wait for an engine
-    evictions: int
-    cached_tokens: int
-    request_tokens: int
-    drafted_tokens: int
-    branch_cached_tokens: int
-    branch_tokens: int  # that branches share with their parents
     lost_before: tuple[str, ...]  # engines that were lost between the previous batch and this one
 
     def as_metrics(self) -> dict[str, float]:
@@ -161,16 +171,14 @@ class BatchReport:
             "scheduler/engines": float(len(self.engines)),
             "scheduler/engines_lost": float(sum(bool(engine.loss) for engine in self.engines) + len(self.lost_before)),
             "scheduler/restarts": float(ledger.runs["restart"]),
-            "scheduler/evictions": float(self.evictions),
             "scheduler/queue_max": self.queue.max,
-            "scheduler/drafted_tokens": float(self.drafted_tokens),
-            **ledger.as_metrics("lost_turns", "recomputed_tokens", "moved_tokens", "branches_queued"),
-            **ledger.as_metrics("longest_rollout_s", "longest_rollout_tokens"),
+            **ledger.as_metrics("evictions", "drafted_tokens", "lost_turns", "recomputed_tokens", "moved_tokens"),
+            **ledger.as_metrics("branches_queued", "longest_rollout_s", "longest_rollout_tokens"),
         }
-        if self.request_tokens:
-            metrics["scheduler/cached_token_share"] = self.cached_tokens / self.request_tokens
-        if self.branch_tokens:
-            metrics["scheduler/branch_cached_token_share"] = self.branch_cached_tokens / self.branch_tokens
+        if ledger.request_tokens:
+            metrics["scheduler/cached_token_share"] = ledger.cached_tokens / ledger.request_tokens
+        if ledger.branch_tokens:
+            metrics["scheduler/branch_cached_token_share"] = ledger.branch_cached_tokens / ledger.branch_tokens
         if ledger.offered:
             metrics["scheduler/queue_wait_mean_s"] = ledger.queue_wait_s / ledger.offered
         if ledger.tool_turns and ledger.turns:  # of batches that steps share, a tool's turn may have ended in the report before

@@ -24,8 +24,7 @@ from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart, VllmScorerCo
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments, Tools
 from strop.rollout.prompt import load_prompt
-from strop.rollout.scheduler.engine_pool import EnginePool, engine_name
-from strop.rollout.scheduler.replacements import EngineObserver
+from strop.rollout.scheduler.engine_pool import EngineObserver, EnginePool, engine_name
 from strop.stages.context import StageContext
 from strop.stages.data import open_tasks
 from strop.tasks.protocol import Split, TaskSource
