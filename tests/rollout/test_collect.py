@@ -156,7 +156,7 @@ def test_law_3_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_ta
     assert [scored.trajectory.key.attempt for scored in group.trajectories] == [1, 2]
     assert group.rewards == [2.0, 2.0]  # the void one is counted, and in no mean
     assert group.num_void == 1
-    assert watcher.of("started").count(RolloutKey(task_index=0, attempt=0)) == 3  # max_attempts
+    assert watcher.of("started").count(RolloutKey(task_index=0, attempt=0)) == 3  # MAX_TRIES
     assert watcher.of("voided") == [RolloutKey(task_index=0, attempt=0)]
     assert watcher.reason == "the tool is out of order"
     assert rollout_metrics([group])["rollout/accuracy"] == 1.0

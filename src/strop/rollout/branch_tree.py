@@ -236,7 +236,7 @@ class _Forking:
                 continue
             forked = lease.branch(key, max_tokens=batch_player.player.sampling.max_tokens - past.num_response_tokens)
             due[key] = _ForkedEnvironment(shared, is_cached=True)
-            if not forked.is_waiting:
+            if forked.run is not None:
                 self._running.append(forked)
             tree.begin(key, due[key], shared, forked)
         if due:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_TRIES = 3  # of one rollout and its judgement, if the fault is ours
 _ROUNDING = 0.0625  # largest error of a logit from 16 to 32 in bfloat16, which has 8 significant bits
 
 
@@ -227,123 +228,15 @@ class Player:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...] = ()
     branching: Branching | None = None  # None: every rollout begins at the prompt
-    max_attempts: int = 3  # tries of one rollout and its judgement, if the fault is ours
     shares_engines: bool = False  # with rollouts of other calls of `collect`
 
     @property
     def engine_pool(self) -> EnginePool:
         return self.engine if isinstance(self.engine, EnginePool) else EnginePool([self.engine])
 
-    async def open(self, task: Task, *, seed: int, max_request_tokens: int | None) -> Opened:
-        """Open an environment of `task`. The caller closes it.
 
-        Args:
-            max_request_tokens: of the longest conversation that an engine holds; None: unknown.
-
-        Raises:
-            RequestTooLong: the prompt leaves no room for the response.
-        """
-        environment = self.environments(task, seed=seed)
-        try:
-            opening = checked_observation(await environment.start(), environment.start, task)
-            self._check_prompt(task, len(opening.ids), max_request_tokens)
-        except BaseException:
-            await environment.close()
-            raise
-        return Opened(environment=environment, past=Past(prompt_ids=opening.ids))
-
-    async def converse(
-        self, task: Task, lease: Lease, opened: Opened, *, seed: int, forking: Forking | None = None
-    ) -> Trajectory:
-        """Play one rollout from its opening to its end, and close lease and environment."""
-        past = opened.past
-        num_left = self.sampling.max_tokens - past.num_response_tokens
-        try:
-            while True:
-                # The turn that a branch begins with was decided by its parent.
-                decides = forking if len(past.turns) > len(opened.past.turns) else None
-                completion = await self._complete(lease, past, num_left, opened.environment, seed=seed, forking=decides)
-                num_left -= len(completion.ids)
-                # One token stays free for the answer to the observation: without it the next completion could not start.
-                observation = await opened.environment.step(completion, num_tokens_left=max(0, num_left - 1))
-                checked_observation(observation, opened.environment.step, task)
-                past = Past(prompt_ids=past.prompt_ids, turns=(*past.turns, observation.as_turn(completion)))
-                num_left -= len(observation.ids)
-                stop_reason = StopReason.LENGTH if observation.stop_reason is None and num_left < 1 else observation.stop_reason
-                if stop_reason is not None:
-                    break
-                lease.observed(len(observation.ids))
-            if forking is not None:
-                await forking.part()
-            return Trajectory(
-                key=lease.key,
-                task_id=task.id,
-                prompt_ids=past.prompt_ids,
-                turns=past.turns,
-                stop_reason=stop_reason,
-                parent=opened.past.parent,
-                forked_at=opened.past.num_response_tokens,
-            )
-        finally:
-            lease.close()
-            await opened.close()
-
-    async def _complete(
-        self, lease: Lease, past: Past, num_left: int, environment: Environment, *, seed: int, forking: Forking | None
-    ) -> Completion:
-        key, turn, probe = lease.key, len(past.turns), None
-        max_tokens = min(num_left, self.sampling.max_turn_tokens or num_left)
-        if forking is not None and self.branching is not None:
-
-            def tell(entropies: tuple[float, ...]) -> None:
-                forking.decide(lease, past, entropies, environment)
-
-            probe = Probe(num_tokens=self.branching.num_awaited, tell=tell)
-        request = CompletionRequest(
-            id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{turn}",
-            ids=past.ids,
-            max_tokens=max_tokens,
-            stop_ids=self.stop_ids,
-            stop_strings=self.stop_strings,
-            temperature=self.sampling.temperature,
-            seed=derive_seed(seed, turn),
-            min_tokens=min(self.sampling.min_tokens, max_tokens),
-            entropies=Entropies.ANY if self.branching is None else self.branching.config.entropies,
-            truncation=self.sampling.truncation,
-            probe=probe,
-        )
-        try:
-            return await lease.complete(request)
-        finally:
-            if forking is not None:
-                await forking.settle()
-
-    def _check_prompt(self, task: Task, length: int, max_request_tokens: int | None) -> None:
-        if max_request_tokens is not None and length + self.sampling.max_tokens > max_request_tokens:
-            raise RequestTooLong(
-                f"task {task.id!r}: its prompt of {length} tokens and sampling.max_tokens = {self.sampling.max_tokens} exceed"
-                f" engine.max_length = {max_request_tokens}. Leave such tasks out (tasks.max_question_chars), lower max_tokens,"
-                " or raise engine.max_length and start a run under another --name."
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Void:
-    """A rollout that faults of ours made worthless."""
-
-    key: RolloutKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TooLong:
-    """A rollout whose prompt leaves no room for a response. Neither another try nor another attempt would help."""
-
-    key: RolloutKey
-    error: RequestTooLong
-
-
-Result: TypeAlias = ScoredTrajectory | Void | TooLong
+Result: TypeAlias = ScoredTrajectory | RequestTooLong | None
+"""None: faults of ours made it void. Too long: neither another try nor another attempt would help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,16 +261,36 @@ class BatchPlayer:
             self.observer.started(key, seed=self.seed_of(key))
 
     async def open(self, task: Task, key: RolloutKey, past: Past | None = None) -> Opened:
-        """Open the environment of another try of `key`, at the prompt or after the `past` of a branch."""
+        """Open the environment of another try of `key`, at the prompt or after the `past` of a branch. The caller closes it.
+
+        Raises:
+            RequestTooLong: the prompt leaves no room for the response.
+        """
         self.started(key)
         if past is None:
-            opened = await self.player.open(task, seed=self.seed_of(key), max_request_tokens=self.max_request_tokens)
+            opened = await self._open(task, seed=self.seed_of(key))
         else:
             from strop.rollout.branch_tree import reopen  # only branches have a past
 
             opened = await reopen(self, task, key, past)
         self.opened.add(opened)
         return opened
+
+    async def _open(self, task: Task, *, seed: int) -> Opened:
+        environment = self.player.environments(task, seed=seed)
+        try:
+            opening = checked_observation(await environment.start(), environment.start, task)
+            length, max_tokens, held = len(opening.ids), self.player.sampling.max_tokens, self.max_request_tokens
+            if held is not None and length + max_tokens > held:
+                raise RequestTooLong(
+                    f"task {task.id!r}: its prompt of {length} tokens and sampling.max_tokens = {max_tokens} exceed"
+                    f" engine.max_length = {held}. Leave such tasks out (tasks.max_question_chars), lower max_tokens,"
+                    " or raise engine.max_length and start a run under another --name."
+                )
+        except BaseException:
+            await environment.close()
+            raise
+        return Opened(environment=environment, past=Past(prompt_ids=opening.ids))
 
     async def lease(self, task: Task, key: RolloutKey, past: Past) -> Lease:
         """Return a lease for a rollout of `task`.
@@ -411,19 +324,19 @@ class BatchPlayer:
             make_forking: called before each try and after the last failed one; it removes the branches of earlier tries.
         """
         reason, num_tokens = "", 0
-        for num_tries in range(1, self.player.max_attempts + 1):
+        for num_tries in range(1, MAX_TRIES + 1):
             forking = None if make_forking is None else await make_forking()
             try:
                 opened, lease = (await self.open(task, key, past), None) if begun is None or num_tries > 1 else begun
             except RequestTooLong as error:
                 self.observer.voided(key, reason=str(error), num_tokens=num_tokens)
-                return TooLong(key=key, error=error)
+                return error
             except MachineError as error:
                 reason = str(error)
                 continue
             lease = lease or await self.lease(task, key, opened.past)
             try:
-                trajectory = await self.player.converse(task, lease, opened, seed=self.seed_of(key), forking=forking)
+                trajectory = await self._converse(task, lease, opened, forking)
                 self.opened.discard(opened)
                 if known is not None and trajectory.ids == known.trajectory.ids:
                     return known
@@ -442,7 +355,72 @@ class BatchPlayer:
         if known is not None:
             return known
         self.observer.voided(key, reason=reason, num_tokens=num_tokens)
-        return Void(key=key, reason=reason)
+        return None
+
+    async def _converse(self, task: Task, lease: Lease, opened: Opened, forking: Forking | None) -> Trajectory:
+        """Play one rollout from its opening to its end, and close lease and environment."""
+        past = opened.past
+        num_left = self.player.sampling.max_tokens - past.num_response_tokens
+        try:
+            while True:
+                # The turn that a branch begins with was decided by its parent.
+                decides = forking if len(past.turns) > len(opened.past.turns) else None
+                completion = await self._complete(lease, past, num_left, opened.environment, decides)
+                num_left -= len(completion.ids)
+                # One token stays free for the answer to the observation: without it the next completion could not start.
+                observation = await opened.environment.step(completion, num_tokens_left=max(0, num_left - 1))
+                checked_observation(observation, opened.environment.step, task)
+                past = Past(prompt_ids=past.prompt_ids, turns=(*past.turns, observation.as_turn(completion)))
+                num_left -= len(observation.ids)
+                stop_reason = StopReason.LENGTH if observation.stop_reason is None and num_left < 1 else observation.stop_reason
+                if stop_reason is not None:
+                    break
+                lease.observed(len(observation.ids))
+            if forking is not None:
+                await forking.part()
+            return Trajectory(
+                key=lease.key,
+                task_id=task.id,
+                prompt_ids=past.prompt_ids,
+                turns=past.turns,
+                stop_reason=stop_reason,
+                parent=opened.past.parent,
+                forked_at=opened.past.num_response_tokens,
+            )
+        finally:
+            lease.close()
+            await opened.close()
+
+    async def _complete(
+        self, lease: Lease, past: Past, num_left: int, environment: Environment, forking: Forking | None
+    ) -> Completion:
+        sampling, branching = self.player.sampling, self.player.branching
+        key, seed, turn, probe = lease.key, self.seed_of(lease.key), len(past.turns), None
+        max_tokens = min(num_left, sampling.max_turn_tokens or num_left)
+        if forking is not None and branching is not None:
+
+            def tell(entropies: tuple[float, ...]) -> None:
+                forking.decide(lease, past, entropies, environment)
+
+            probe = Probe(num_tokens=branching.num_awaited, tell=tell)
+        request = CompletionRequest(
+            id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{turn}",
+            ids=past.ids,
+            max_tokens=max_tokens,
+            stop_ids=self.player.stop_ids,
+            stop_strings=self.player.stop_strings,
+            temperature=sampling.temperature,
+            seed=derive_seed(seed, turn),
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            entropies=Entropies.ANY if branching is None else branching.config.entropies,
+            truncation=sampling.truncation,
+            probe=probe,
+        )
+        try:
+            return await lease.complete(request)
+        finally:
+            if forking is not None:
+                await forking.settle()
 
 
 def rollout_seed(batch_seed: int, key: RolloutKey) -> int:
@@ -471,7 +449,7 @@ async def collect(
     fewer than `num_rollouts` when the last of them has ended, the rest begin at the prompt, all at once, and do not branch.
     With `monitoring_weight` the first rollout of a task is played before the others and says how many begin there.
 
-    A rollout that a fault of ours spoils is played again from turn 0, or from its fork, up to `player.max_attempts` times. Then
+    A rollout that a fault of ours spoils is played again from turn 0, or from its fork, `MAX_TRIES` times in all. Then
     it is void and one more attempt takes its place; a group gets at most `num_rollouts` more attempts ("outcomes are typed").
     A task whose prompt leaves no room for the response is void at once, with a warning.
 
@@ -534,7 +512,7 @@ async def _play_group(index: int, task: Task, batch_player: BatchPlayer, *, num_
             results = [*(batch_player.finished[key] for key in keys if key in batch_player.finished), *await played]
         scored += [result for result in results if isinstance(result, ScoredTrajectory)]
         num_void += sum(not isinstance(result, ScoredTrajectory) for result in results)
-        too_long = next((result.error for result in results if isinstance(result, TooLong)), None)
+        too_long = next((result for result in results if isinstance(result, RequestTooLong)), None)
         last = attempts.stop
         attempts = range(last, min(last + num_rollouts - len(scored), num_first + num_rollouts))
     if too_long is not None:

@@ -246,17 +246,12 @@ class Lease:
     def __init__(self, batch: RolloutBatch, key: RolloutKey) -> None:
         self.key = key
         self.num_tokens = 0  # of the newest request and its completion, which the engine has computed
-        self.run: Run | None = None  # the newest that was granted
+        self.run: Run | None = None  # the next turn's, once an engine is granted
         self.may_call_tools = False
         self.woken = asyncio.Event()
         self.is_independent = asyncio.Event()  # set when a branch needs nothing more of its parent's memory
         self._batch = batch
         self._prefix: _Prefix | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether no engine is granted for the next turn."""
-        return self.run is None
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
