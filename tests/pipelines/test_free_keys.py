@@ -11,11 +11,11 @@ from strop.runs.manifest import differences
 
 FREE_OF_ENGINES = {
     *("replicas", "slots", "stall_timeout_s", "devices", "own_process", "python", "addresses"),
-    *("start_timeout_s", "publish_timeout_s", "kv_mib", "sleep"),
+    *("start_timeout_s", "kv_mib", "sleep"),
 }
 BOUND = {
     *("kind", "dtype", "device", "threads", "deterministic", "decode", "tensor_parallel", "eager"),  # round another way
-    *("arguments", "environment", "max_length", "block_tokens"),  # may do so, or decide what fits
+    *("arguments", "environment", "max_length"),  # may do so, or decide what fits
 }
 
 

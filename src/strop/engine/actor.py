@@ -49,7 +49,7 @@ class ActorEngine:
         self.name = name
         self._config, self._actor, self._oom_kills = config, actor, oom_kills
         self._capabilities, self._capacity, self._policy_version = described
-        self._load_s = config.stall_timeout_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0)
+        self._load_s = config.stall_timeout_s + (config.start_timeout_s if isinstance(config, ServerConfig) else 0.0)
         self._probes = itertools.count()
         self._doubt = ""  # empty: what the process itself says of its weights counts
 
@@ -142,7 +142,7 @@ class ActorEngine:
     async def load_weights(self, publication: Publication) -> None:
         """See `TorchEngine.load_weights`. The process reads files, and proves what it holds.
 
-        A load that does not end within `stall_timeout_s`, and a server's `publish_timeout_s`, is the end of the engine.
+        A load that does not end within `stall_timeout_s`, and a server's `start_timeout_s`, is the end of the engine.
         """
         if not publication.keeps_requests:  # else turns that begin while files are copied are of the older weights
             self._doubt = f"the last publication (version {publication.version}) was not completed"

@@ -184,10 +184,10 @@ class ServerConfig(AnyEngine):
     arguments: tuple[str, ...] = Field(default=(), description="More arguments for the command line of the server.")
     environment: dict[str, str] = Field(default={}, description="More environment variables for the server.")
     start_timeout_s: float = Field(
-        default=600.0, gt=0, le=_MAX_S, description="Longest time until a server is up, and for its first completion."
-    )
-    publish_timeout_s: float = Field(
-        default=600.0, gt=0, le=_MAX_S, description="Longest time for a server to read published weights."
+        default=600.0,
+        gt=0,
+        le=_MAX_S,
+        description="Longest time until a server is up, for its first completion, and for it to read published weights.",
     )
 
     @model_validator(mode="after")
@@ -232,9 +232,6 @@ class VllmConfig(ServerConfig):
         ge=1,
         le=10**9,
         description="KV memory of one replica in MiB. Unset: enough for `slots` conversations of `max_length` tokens.",
-    )
-    block_tokens: int = Field(
-        default=32, ge=1, le=65_536, description="Tokens of a KV block. The prefix cache holds whole blocks only."
     )
     eager: bool = Field(default=False, description="Do not compile: starts in a third of the time, decodes more slowly.")
     sleep: bool = Field(

@@ -23,7 +23,7 @@ from strop.run_directory import FORMAT_VERSION, RunDirectory, read_json, write_j
 # `async_rollouts` is an exception: how old rollouts may be decides results, and may change at any step.
 _FREE_KEYS = re.compile(
     r"description|hardware|trackers|cluster|cluster\.\w+|scheduler\.\w+|"
-    r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
+    r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|"
     r"kv_mib|sleep)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
     r"stages\.[^.]+\.(async_rollouts\.(max_staleness|too_old)|size_of|give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"

@@ -164,7 +164,7 @@ def test_likely_tokens_become_entropies():
 def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     model = ModelFacts.of(tmp_path)
-    config = VllmConfig(python=Path("/env/bin/python"), slots=3, max_length=100, dtype="bfloat16", block_tokens=32)
+    config = VllmConfig(python=Path("/env/bin/python"), slots=3, max_length=100, dtype="bfloat16")
     words = vllm.command_line(model, config, Path("/socket folder"))
     for pair in (
         ("--logprobs-mode", "processed_logprobs"),

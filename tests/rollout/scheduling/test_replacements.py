@@ -238,7 +238,7 @@ def test_servers_get_the_time_for_weights_that_the_recipe_gives_them():
         async def open_engines(model, config, *, detokenize, logs, names):
             return [SlowLoad()]
 
-        config = VllmConfig(python=Path("/python"), stall_timeout_s=20.0, publish_timeout_s=600.0)
+        config = VllmConfig(python=Path("/python"), stall_timeout_s=20.0, start_timeout_s=600.0)
         context = SimpleNamespace(
             recipe=SimpleNamespace(scheduler=SchedulerConfig()),
             directory=SimpleNamespace(logs=Path("/logs")),

@@ -87,7 +87,7 @@ class SglangServer(Server[SglangConfig]):
                 "flush_cache": True,
                 "weight_version": label,
             },
-            timeout_s=self._config.publish_timeout_s,
+            timeout_s=self._config.start_timeout_s,
         )
         if not (updated := read(_Updated, answer, server=self.name)).success:
             raise WeightsNotProven(f"{self.name} did not read the weights: {updated.message}")

@@ -47,6 +47,7 @@ EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
 TRANSFER = {"backend": "strop"}  # which the extension registers
 _GENERATE = "/inference/v1/generate"
 _SOCKET = "socket"
+_BLOCK_TOKENS = 32  # of a KV block
 _FREE_AT_START = 0.05  # of a device; with the KV memory given vLLM only checks it, and a trainer has memory there
 _SHARED_FILE = re.compile(r"(/dev/shm/psm_\w+)")  # as Python's multiprocessing names them
 
@@ -120,7 +121,7 @@ class VllmServer(Server[VllmConfig]):
         await self._client.post("/start_weight_update", timeout_s=ASK_S)
         files = {"update_info": {"directory": str(directory), "checksum": checksum}}
         try:
-            await self._client.post("/update_weights", files, timeout_s=self._config.publish_timeout_s)
+            await self._client.post("/update_weights", files, timeout_s=self._config.start_timeout_s)
         except EngineLost as error:
             raise WeightsNotProven(f"the published weights are not proven: {error}") from error
         await self._client.post("/finish_weight_update", {"weight_version": label}, timeout_s=ASK_S)
@@ -134,7 +135,7 @@ class VllmServer(Server[VllmConfig]):
 
     async def read_adapter(self, directory: Path, *, checksum: str, label: str) -> None:
         """Keeps the KV caches: vLLM looks a prefix up under the name of its adapter."""
-        limit, adapter = self._config.publish_timeout_s, {"lora_name": label, "lora_path": str(directory)}
+        limit, adapter = self._config.start_timeout_s, {"lora_name": label, "lora_path": str(directory)}
         prove = {"method": "prove_adapter", "args": [str(directory), checksum]}
         try:
             await self._client.post("/v1/load_lora_adapter", adapter, timeout_s=limit, parsed=False)
@@ -148,12 +149,12 @@ class VllmServer(Server[VllmConfig]):
 
     async def sleep(self) -> None:
         """Level 2: nothing is kept in the memory of the host, since the next publication brings all weights."""
-        await self._client.post("/sleep", timeout_s=self._config.publish_timeout_s, query={"level": "2"})
+        await self._client.post("/sleep", timeout_s=self._config.start_timeout_s, query={"level": "2"})
         self._asleep = ["weights", "kv_cache"]
 
     async def _wake(self, tag: str) -> None:
         if tag in self._asleep:
-            await self._client.post("/wake_up", timeout_s=self._config.publish_timeout_s, query={"tags": tag})
+            await self._client.post("/wake_up", timeout_s=self._config.start_timeout_s, query={"tags": tag})
             self._asleep.remove(tag)
 
     async def close(self) -> None:
@@ -208,7 +209,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--dtype": config.dtype,
         "--max-model-len": config.max_length,
         "--max-num-seqs": config.slots,
-        "--block-size": config.block_tokens,
+        "--block-size": _BLOCK_TOKENS,
         "--kv-cache-memory-bytes": kv_bytes(model, config),
         "--tensor-parallel-size": config.tensor_parallel,
         "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: law 5
@@ -256,8 +257,8 @@ def kv_bytes(model: ModelFacts, config: VllmConfig) -> int:
     if config.kv_mib is not None:
         return config.kv_mib << 20
     # One more for each conversation, whose prefix may have to be used meanwhile; and the server keeps one for itself.
-    blocks = config.slots * (math.ceil(config.max_length / config.block_tokens) + 1) + 1
-    total = blocks * config.block_tokens * model.kv_elements_per_token * config.torch_dtype.itemsize
+    blocks = config.slots * (math.ceil(config.max_length / _BLOCK_TOKENS) + 1) + 1
+    total = blocks * _BLOCK_TOKENS * model.kv_elements_per_token * config.torch_dtype.itemsize
     return math.ceil(total / config.tensor_parallel)
 
 

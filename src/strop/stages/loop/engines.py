@@ -61,7 +61,7 @@ async def open_engine_pool(context: StageContext, config: EngineChoice, model: P
 
 def _publish_deadline_s(config: AnyEngine) -> float:
     """The time that servers have to read weights, and that of a completion for everything around it."""
-    return _MARGIN * (config.stall_timeout_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0))
+    return _MARGIN * (config.stall_timeout_s + (config.start_timeout_s if isinstance(config, ServerConfig) else 0.0))
 
 
 class _EngineEvents(EngineObserver):
