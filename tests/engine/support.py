@@ -25,12 +25,10 @@ _SIZES = {
 }
 _MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, head_dim=32)),  # the smallest that vLLM computes on a CPU
-    "llama, tied, biased, stretched rope": lambda: LlamaForCausalLM(
+    "llama, tied, stretched rope": lambda: LlamaForCausalLM(
         LlamaConfig(
             **_SIZES,
             tie_word_embeddings=True,
-            attention_bias=True,
-            mlp_bias=True,
             rope_parameters={
                 "rope_type": "llama3",
                 "rope_theta": 10000.0,

@@ -167,7 +167,7 @@ def test_padding_gives_zeros(kernels, dtype):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_places_and_turns_as_torchs_operators_do(kernels, dtype, name):
     config = make_model(name).config
-    architecture = Architecture.of(config, max_length=NUM_COLUMNS)
+    architecture = Architecture.of(config)
     shape = architecture.num_heads, architecture.num_kv_heads, architecture.head_dim
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(384, shape[2], generator=generator)
@@ -230,7 +230,7 @@ def test_other_models_are_left_to_torch(change):
 
 
 def attention_of(dtype):
-    architecture = Architecture.of(make_model("llama").config, max_length=128)
+    architecture = Architecture.of(make_model("llama").config)
     cache = KvCache(architecture, dtype=dtype, device=torch.device("cpu"), num_slots=2, num_columns=128)
     tables = torch.zeros(128, architecture.head_dim).to(dtype), torch.zeros(128, architecture.head_dim).to(dtype)
     return attention_over(cache, architecture, tables)

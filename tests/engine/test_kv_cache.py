@@ -20,7 +20,7 @@ NUM_SLOTS, NUM_COLUMNS = 6, 256
 
 
 def make_cache():
-    architecture = Architecture.of(make_model("llama").config, max_length=NUM_COLUMNS)
+    architecture = Architecture.of(make_model("llama").config)
     return KvCache(architecture, dtype=torch.float32, device=torch.device("cpu"), num_slots=NUM_SLOTS, num_columns=NUM_COLUMNS)
 
 

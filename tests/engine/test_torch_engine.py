@@ -391,12 +391,9 @@ def test_a_path_that_is_no_directory_is_named_at_once_and_no_hub_is_asked(tmp_pa
         (GPT2Config(), "'gpt2'.*llama, qwen2, qwen3"),
         (LlamaConfig(hidden_act="gelu"), "gelu"),
         (Qwen2Config(use_sliding_window=True, max_window_layers=0), "sliding-window"),
-        (
-            LlamaConfig(
-                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=512
-            ),
-            "'dynamic' beyond 512",
-        ),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type 'dynamic'"),
+        (LlamaConfig(attention_bias=True), "attention_bias"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias"),
     ],
 )
 def test_what_the_forward_does_not_implement_is_refused_by_name(config, message):
@@ -409,7 +406,6 @@ def test_what_the_forward_does_not_implement_is_refused_by_name(config, message)
     [
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     ],
 )

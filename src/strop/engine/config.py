@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, WithJsonSchema, model_validator
 
@@ -39,6 +39,9 @@ Precision: TypeAlias = Annotated[
 
 class AnyEngine(Config):
     """The keys that all kinds of engines have."""
+
+    can_keep_requests: ClassVar[bool] = False
+    """Whether requests can go on with weights that are published meanwhile."""
 
     replicas: int = Field(default=1, ge=1, le=1024, description="Number of engines. Rollouts are spread over them.")
     slots: int = Field(
@@ -93,11 +96,6 @@ class AnyEngine(Config):
         return True
 
     @property
-    def can_keep_requests(self) -> bool:
-        """Whether requests can go on with weights that are published meanwhile."""
-        return False
-
-    @property
     def sleeps(self) -> bool:
         """Whether it leaves its devices to the trainer while that computes."""
         return False
@@ -120,6 +118,7 @@ class AnyEngine(Config):
 class EngineConfig(AnyEngine):
     """The embedded engine: `transformers` weights and strop's own forward pass, in a thread or in a separate process."""
 
+    can_keep_requests: ClassVar[bool] = True
     kind: Literal["torch"] = "torch"
     device: Literal["cpu", "cuda", "auto"] = Field(default="auto", description="auto: cuda if torch finds a device.")
     threads: int | None = Field(
@@ -143,12 +142,7 @@ class EngineConfig(AnyEngine):
 
     @property
     def is_apart(self) -> bool:
-        first = self.only(0)
-        return first.own_process or bool(first.devices)
-
-    @property
-    def can_keep_requests(self) -> bool:
-        return True
+        return self.own_process or self.replicas > 1 or bool(self.devices)
 
     def only(self, place: int) -> Self:
         one = super().only(place)
@@ -226,6 +220,7 @@ class ServerConfig(AnyEngine):
 class VllmConfig(ServerConfig):
     """vLLM, over HTTP with token ids in and out."""
 
+    can_keep_requests: ClassVar[bool] = True
     kind: Literal["vllm"] = "vllm"
     kv_mib: int | None = Field(
         default=None,
@@ -240,10 +235,6 @@ class VllmConfig(ServerConfig):
     )
     _adapter_rank: int = PrivateAttr(default=0)
     _adapter_slots: int = PrivateAttr(default=0)
-
-    @property
-    def can_keep_requests(self) -> bool:
-        return True
 
     @property
     def sleeps(self) -> bool:

@@ -16,7 +16,7 @@ from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError, WeightsNotProven
 
 _IMPLEMENTED = ("llama", "qwen2", "qwen3")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their angles change once a text passes the original context length
+_REFUSED_ROPE = ("dynamic", "longrope")  # their angles change once a text passes the original context length
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _HEAD = "lm_head.weight"
@@ -60,14 +60,11 @@ class Architecture:
     head_dim: int
     norm_eps: float
     has_qkv_bias: bool
-    has_output_bias: bool
-    has_mlp_bias: bool
     has_qk_norm: bool
     is_tied: bool
-    rope_limit: int | None  # positions from here on would change the angles of earlier ones; None: they never do
 
     @classmethod
-    def of(cls, config: Any, *, max_length: int) -> Architecture:
+    def of(cls, config: Any) -> Architecture:
         """Read `config`, a `transformers` model config.
 
         Raises:
@@ -79,12 +76,14 @@ class Architecture:
                 f"the torch engine does not implement the architecture {model_type!r} ({config.architectures});"
                 f" it implements {', '.join(_IMPLEMENTED)}. Use one of these, or another kind of engine."
             )
-        rope_type, rope_limit = config.rope_parameters["rope_type"], _rope_limit(config)
+        rope_type = config.rope_parameters["rope_type"]
         refused = {
             f"hidden_act {config.hidden_act!r} (only 'silu')": config.hidden_act != "silu",
             "sliding-window attention": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
             "quantized weights": getattr(config, "quantization_config", None) is not None,
-            f"rope_type {rope_type!r} beyond {rope_limit} positions": rope_limit is not None and max_length > rope_limit,
+            f"rope_type {rope_type!r}": rope_type in _REFUSED_ROPE,
+            "attention_bias": getattr(config, "attention_bias", False),
+            "mlp_bias": getattr(config, "mlp_bias", False),
         }
         for feature, is_used in refused.items():
             if is_used:
@@ -99,20 +98,10 @@ class Architecture:
             num_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             norm_eps=config.rms_norm_eps,
-            has_qkv_bias=model_type == "qwen2" or bool(config.attention_bias),
-            has_output_bias=model_type != "qwen2" and bool(config.attention_bias),
-            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            has_qkv_bias=model_type == "qwen2",
             has_qk_norm=model_type == "qwen3",
             is_tied=bool(config.tie_word_embeddings),
-            rope_limit=rope_limit,
         )
-
-
-def _rope_limit(config: Any) -> int | None:
-    rope = config.rope_parameters
-    if rope["rope_type"] not in _LENGTH_DEPENDENT_ROPE:
-        return None
-    return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 
 from strop.cluster.connection import check_installed, take_engine_nodes
+from strop.cluster.placement import Node
 from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.engine.protocol import InferenceEngine
@@ -61,26 +62,20 @@ async def open_engines(
     called = names or [f"{kind} {place}" for place in range(config.num_engines)]
     opening: list[Coroutine[Any, Any, InferenceEngine]]
     is_started = isinstance(config, EngineConfig) or config.python is not None
-    if is_started and (nodes := await asyncio.to_thread(take_engine_nodes, config.num_engines)) is not None:
-        from strop.engine.actor import ActorEngine  # imports transformers, which takes seconds
-
+    nodes = await asyncio.to_thread(take_engine_nodes, config.num_engines) if is_started else None
+    if nodes is not None:
         opening = [
-            ActorEngine.start(
-                model_directory,
-                config.only(k),
-                name=called[k],
-                log=_log_of(called[k], folder),
-                environment=_seen(devices),
-                node=node,
-                gpus=gpus,
-            )
-            for k, (node, gpus, devices) in enumerate(nodes)
+            _open_process(model_directory, config.only(k), _log_of(called[k], folder), called[k], *node)
+            for k, node in enumerate(nodes)
         ]
     elif isinstance(config, EngineConfig):
         check_processes(config)
+        parts = [config.only(place) for place in range(config.num_engines)]
         opening = [
-            _open_torch_engine(model_directory, config.only(place), detokenize, name=called[place], logs=folder)
-            for place in range(config.num_engines)
+            _open_process(model_directory, part, _log_of(name, folder), name, None, 0.0, part.devices)
+            if part.is_apart
+            else _open_here(model_directory, part, detokenize)
+            for name, part in zip(called, parts, strict=True)
         ]
     else:
         model = await asyncio.to_thread(ModelFacts.of, model_directory)
@@ -92,15 +87,23 @@ async def open_engines(
     return await _all_or_none(opening)
 
 
-async def _open_torch_engine(
-    path: Path, config: EngineConfig, detokenize: Detokenizer | None, *, name: str, logs: Path
+async def _open_process(
+    path: Path,
+    config: EngineConfig | VllmConfig | SglangConfig,
+    log: Path,
+    name: str,
+    node: Node | None,
+    gpus: float,
+    devices: Sequence[int],
 ) -> InferenceEngine:
-    # The engines import transformers, which takes seconds.
-    if config.is_apart:
-        from strop.engine.actor import ActorEngine
+    from strop.engine.actor import ActorEngine  # imports transformers, which takes seconds
 
-        return await ActorEngine.start(path, config, name=name, log=_log_of(name, logs), environment=_seen(config.devices))
-    from strop.engine.torch.engine import TorchEngine
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return await ActorEngine.start(path, config, name=name, log=log, environment=seen, node=node, gpus=gpus)
+
+
+async def _open_here(path: Path, config: EngineConfig, detokenize: Detokenizer | None) -> InferenceEngine:
+    from strop.engine.torch.engine import TorchEngine  # imports transformers, which takes seconds
 
     return await asyncio.to_thread(TorchEngine.from_directory, path, config, detokenize=detokenize)
 
@@ -130,10 +133,6 @@ async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, 
         if config.addresses and (mended := not_reached(error, config.addresses[0])) is not error:
             raise mended from error
         raise
-
-
-def _seen(devices: Sequence[int]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
 
 
 def _log_of(name: str, logs: Path) -> Path:

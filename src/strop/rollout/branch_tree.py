@@ -18,7 +18,7 @@ from functools import partial
 from strop.errors import MachineError, UserError
 from strop.rollout.branching import Branching, Claim, Claims, forks_at
 from strop.rollout.environment import Environment, ForkableEnvironment, Observation, end
-from strop.rollout.player import BatchPlayer, Forking, Opened, Past, Result, Spent
+from strop.rollout.player import BatchPlayer, Opened, Past, Result, Spent
 from strop.rollout.scheduler.batch import Lease
 from strop.types import Completion, RolloutKey, ScoredTrajectory, Task, Trajectory
 
@@ -40,7 +40,7 @@ class Tree:
         self._to_begin: dict[RolloutKey, Past] = {}  # branches of finished rollouts that have not begun
         self._forked: dict[RolloutKey, tuple[Opened, Lease | None]] = {}  # what each branch was given
         self._spending: dict[RolloutKey, _Spending] = {}  # of branches, in their first try
-        self._forkings: dict[RolloutKey, _Forking] = {}  # of the newest try
+        self._forkings: dict[RolloutKey, Forking] = {}  # of the newest try
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, keys: Sequence[RolloutKey]) -> list[Result]:
@@ -155,7 +155,7 @@ class Tree:
 
     async def _make_forking(self, key: RolloutKey) -> Forking:
         await self.start_over(key)
-        forking = self._forkings[key] = _Forking(self, key)
+        forking = self._forkings[key] = Forking(self, key)
         return forking
 
     def _end_branch(self, key: RolloutKey) -> set[asyncio.Task[None]]:
@@ -214,8 +214,8 @@ class Tree:
         return await self.batch_player.play(self.task, key, past=past, begun=begun, make_forking=make_forking)
 
 
-class _Forking:
-    """Implements `Forking` for one try of one rollout."""
+class Forking:
+    """Forks one rollout while it is played, in one try. The methods are called in this order, turn by turn."""
 
     def __init__(self, tree: Tree, key: RolloutKey) -> None:
         self._tree, self._key = tree, key
@@ -224,6 +224,12 @@ class _Forking:
         self.is_displaced = False
 
     def decide(self, lease: Lease, past: Past, entropies: Sequence[float], environment: Environment) -> None:
+        """Request branches with `lease` at the end of `past`, and begin to fork `environment` for them.
+
+        Args:
+            past: ends with an observation.
+            entropies: of the first tokens that were sampled after it.
+        """
         if self.is_displaced:  # and about to be cancelled
             return
         tree, batch_player, due = self._tree, self._tree.batch_player, dict[RolloutKey, _ForkedEnvironment]()
@@ -243,11 +249,13 @@ class _Forking:
             self._forks = asyncio.ensure_future(self._fork(environment, due))
 
     async def settle(self) -> None:
+        """Return when the environment was forked. It is used again, or closed, afterwards."""
         forks, self._forks = self._forks, None
         if forks is not None:
             await forks
 
     async def part(self) -> None:
+        """Return when the branches that run have what they need of the rollout's memory. Called once, at its end."""
         for branch in self._running:
             await branch.is_independent.wait()
 

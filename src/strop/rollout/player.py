@@ -25,6 +25,7 @@ from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.types import Completion, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn, derive_seed
 
 if TYPE_CHECKING:
+    from strop.rollout.branch_tree import Forking
     from strop.rollout.branching import Branching
 
 logger = logging.getLogger(__name__)
@@ -197,24 +198,6 @@ class Opened:
         if not self.is_closed:
             self.is_closed = True
             await self.environment.close()
-
-
-class Forking(Protocol):
-    """Forks one rollout while it is played. The methods are called in this order, turn by turn."""
-
-    def decide(self, lease: Lease, past: Past, entropies: Sequence[float], environment: Environment) -> None:
-        """Request branches with `lease` at the end of `past`, and begin to fork `environment` for them.
-
-        Args:
-            past: ends with an observation.
-            entropies: of the first tokens that were sampled after it.
-        """
-
-    async def settle(self) -> None:
-        """Return when the environment was forked. It is used again, or closed, afterwards."""
-
-    async def part(self) -> None:
-        """Return when the branches that run have what they need of the rollout's memory. Called once, at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

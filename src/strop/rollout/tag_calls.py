@@ -16,22 +16,14 @@ _ALWAYS = ("search", "python")  # what a policy taught by ARPO's prompt may call
 class TagCalls:
     """Implements `CallFormat` for the tools that are offered."""
 
+    wrapper = (" <result>\n", "\n</result>")
+    continues_turn = True
+
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         self._specs = {tool.name: tool for tool in tools}
         self._names = tuple(dict.fromkeys((*_ALWAYS, *self._specs)))
         self._tag = re.compile(f"<(/?)({'|'.join(map(re.escape, self._names))})>")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return tuple(f"</{name}>" for name in self._names)
-
-    @property
-    def wrapper(self) -> tuple[str, str]:
-        return " <result>\n", "\n</result>"
-
-    @property
-    def continues_turn(self) -> bool:
-        return True
+        self.stop_strings = tuple(f"</{name}>" for name in self._names)
 
     def parse(self, text: str, *, max_calls: int) -> list[Call]:
         """The tags that `text` leaves open, and the call that it ends with; empty where there is neither. `max_calls` is 1 at

@@ -247,17 +247,14 @@ class Calls(StrEnum):
 class CallFormat(Protocol):
     """One way to write calls."""
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Strings at which sampling stops, next to the end of a turn."""
+    stop_strings: tuple[str, ...]
+    """Strings at which sampling stops, next to the end of a turn."""
 
-    @property
-    def wrapper(self) -> tuple[str, str]:
-        """Text before and after each response."""
+    wrapper: tuple[str, str]
+    """Text before and after each response."""
 
-    @property
-    def continues_turn(self) -> bool:
-        """Whether a response is in the middle of the policy's turn; else it is a turn of the user, and a new one follows."""
+    continues_turn: bool
+    """Whether a response is in the middle of the policy's turn; else it is a turn of the user, and a new one follows."""
 
     def parse(self, text: str, *, max_calls: int) -> list[Call]:
         """Every call in what was sampled in one turn, in order; those after the first `max_calls` are TOO_MANY_CALLS."""

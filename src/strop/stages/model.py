@@ -99,10 +99,9 @@ class ModelStage(Stage):
         """The embedded engine does not implement the model's architecture, but a stage samples from it."""
         path = Path(self.config.path or "")
         engines = [recipe.for_stage(each).engine for each, stage in recipe.stages.items() if stage.opens_engines]
-        lengths = [engine.max_length for engine in engines if isinstance(engine, EngineConfig)]
-        if lengths and (path / "config.json").exists():
+        if any(isinstance(engine, EngineConfig) for engine in engines) and (path / "config.json").exists():
             try:
-                Architecture.of(config_of(path), max_length=max(lengths))
+                Architecture.of(config_of(path))
             except ModelError as error:
                 yield ModelError(f"stages.{name}.path: {path}: {error}")
 

@@ -36,7 +36,7 @@ class Decoder:
     """Weights, KV cache and one step: a token for each of many conversations, and chunks of prompts."""
 
     def __init__(self, model_config: Any, *, dtype: torch.dtype, device: torch.device, num_slots: int, max_length: int) -> None:
-        self.architecture = Architecture.of(model_config, max_length=max_length)
+        self.architecture = Architecture.of(model_config)
         self.weights = DecoderWeights(self.architecture, dtype=dtype, device=device)
         self.device, self.num_slots = device, num_slots
         self.cache = KvCache(self.architecture, dtype=dtype, device=device, num_slots=num_slots, num_columns=max_length)
@@ -125,10 +125,10 @@ class Decoder:
 
     def _finish_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """The rest of a layer, after attention."""
-        hidden = layer.output.onto(hidden, attended, layer.output_bias)
+        hidden = layer.output.onto(hidden, attended)
         normed = self._attention.norm(hidden, layer.mlp_norm)
-        gated = layer.up.times(layer.gate.silu(normed, layer.gate_bias), normed, layer.up_bias)
-        return layer.down.onto(hidden, gated, layer.down_bias)
+        gated = layer.up.times(layer.gate.silu(normed), normed)
+        return layer.down.onto(hidden, gated)
 
     def _rotary_tables(self, model_config: Any, dtype: torch.dtype) -> Tables:
         """What `transformers` computes for every architecture that is implemented, to the bit."""
@@ -138,8 +138,6 @@ class Decoder:
         else:
             frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model_config)
         positions = torch.arange(self.num_columns)
-        if self.architecture.rope_limit is not None:  # columns beyond it exist for padding only
-            positions = positions.clamp_max(self.architecture.rope_limit - 1)
         angles = (positions[:, None].float() * frequencies).repeat(1, 2)
         cos, sin = ((function(angles) * scale).to(dtype) for function in (torch.cos, torch.sin))
         if cos.shape[-1] != head_dim:

@@ -84,32 +84,29 @@ class Matrix:
             return product
         return F.linear(inputs, self.dense(), bias)
 
-    def onto(self, residual: Tensor, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """residual + inputs weightᵀ (+ bias)."""
+    def onto(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """residual + inputs weightᵀ."""
         if self._packed is not None:
-            return self._combined(inputs, residual, bias, "add")
-        total = torch.addmm(residual, inputs, self.dense().t())
-        return total if bias is None else total + bias
+            return self._combined(inputs, residual, "add")
+        return torch.addmm(residual, inputs, self.dense().t())
 
-    def silu(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """silu(inputs weightᵀ (+ bias))."""
+    def silu(self, inputs: Tensor) -> Tensor:
+        """silu(inputs weightᵀ)."""
         if self._packed is not None:
-            activated: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "swish", [], "")
-            return activated
-        return F.silu(self.product(inputs, bias))
+            return cast(Tensor, torch.ops.mkldnn._linear_pointwise(inputs, self._packed, None, "swish", [], ""))
+        return F.silu(self.product(inputs))
 
-    def times(self, factor: Tensor, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """factor * (inputs weightᵀ (+ bias)). `factor` may be overwritten."""
+    def times(self, factor: Tensor, inputs: Tensor) -> Tensor:
+        """factor * (inputs weightᵀ). `factor` may be overwritten."""
         if self._packed is not None:
-            return self._combined(inputs, factor, bias, "mul")
-        return factor.mul_(self.product(inputs, bias))
+            return self._combined(inputs, factor, "mul")
+        return factor.mul_(self.product(inputs))
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
-    def _combined(self, inputs: Tensor, other: Tensor, bias: Tensor | None, operation: str) -> Tensor:
-        combined: Tensor = torch.ops.mkldnn._linear_pointwise.binary(inputs, other, self._packed, bias, operation)
-        return combined
+    def _combined(self, inputs: Tensor, other: Tensor, operation: str) -> Tensor:
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(inputs, other, self._packed, None, operation))
 
 
 @cache
@@ -142,14 +139,10 @@ class LayerWeights:
     q_norm: Tensor | None  # (head_dim,)
     k_norm: Tensor | None
     output: Matrix  # (hidden, heads * head_dim)
-    output_bias: Tensor | None
     mlp_norm: Tensor  # (hidden,)
     gate: Matrix  # (intermediate, hidden)
-    gate_bias: Tensor | None
     up: Matrix
-    up_bias: Tensor | None
     down: Matrix  # (hidden, intermediate)
-    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,24 +301,20 @@ class DecoderWeights:
         qkv = {f"{attention}{name}.": rows for name, rows in (("q_proj", query_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))}
         weights, biases, rows = [f"{name}weight" for name in qkv], [f"{name}bias" for name in qkv], tuple(qkv.values())
 
-        def bias(is_used: bool, size: int, name: str) -> Tensor | None:
-            return self._vector((size,), name) if is_used else None
+        def head_norm(name: str) -> Tensor | None:
+            return self._vector((shape.head_dim,), f"{attention}{name}.weight") if shape.has_qk_norm else None
 
         return LayerWeights(
             input_norm=self._vector((hidden,), f"{prefix}input_layernorm.weight"),
             qkv=self._matrix((sum(rows), hidden), *weights, rows=rows),
             qkv_bias=self._vector((sum(rows),), *biases, rows=rows) if shape.has_qkv_bias else None,
-            q_norm=bias(shape.has_qk_norm, shape.head_dim, f"{attention}q_norm.weight"),
-            k_norm=bias(shape.has_qk_norm, shape.head_dim, f"{attention}k_norm.weight"),
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
             output=self._matrix((hidden, query_rows), f"{attention}o_proj.weight"),
-            output_bias=bias(shape.has_output_bias, hidden, f"{attention}o_proj.bias"),
             mlp_norm=self._vector((hidden,), f"{prefix}post_attention_layernorm.weight"),
             gate=self._matrix((inner, hidden), f"{mlp}gate_proj.weight"),
-            gate_bias=bias(shape.has_mlp_bias, inner, f"{mlp}gate_proj.bias"),
             up=self._matrix((inner, hidden), f"{mlp}up_proj.weight"),
-            up_bias=bias(shape.has_mlp_bias, inner, f"{mlp}up_proj.bias"),
             down=self._matrix((hidden, inner), f"{mlp}down_proj.weight"),
-            down_bias=bias(shape.has_mlp_bias, hidden, f"{mlp}down_proj.bias"),
         )
 
 
