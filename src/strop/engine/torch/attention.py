@@ -69,7 +69,7 @@ class TorchPlan:
 class TorchAttention:
     """With torch's operators: the rows of all slots in one batched product a block of columns, chunks of one size together.
 
-    A plan is made once for each step; `read` uses it layer by layer. `buffers` are what a step reads and what outlives it.
+    A plan is made once for each step; `read` uses it layer by layer.
     """
 
     def __init__(self, cache: KvCache, architecture: Architecture, tables: Tables) -> None:
@@ -77,7 +77,6 @@ class TorchAttention:
         device = cache.keys.device
         self._cos, self._sin = (table.view(len(table), 1, 2, -1) for table in tables)
         self._columns = torch.arange(cache.num_columns, device=device)
-        self.buffers: tuple[Tensor, ...] = (*tables, self._columns)
         self._device = device
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -179,8 +179,6 @@ class Batch:
         else:
             self._table.close_all()
         self._decoder.cache.clear()
-        if self._static is not None:
-            self._static.expect_load()
         self._weights.retract("the last publication did not reach its end")
 
     def end_load(self) -> None:

@@ -3,7 +3,8 @@
 A step of a small model is hundreds of short kernels, and launching them one by one takes a GPU longer than computing them. So
 on CUDA the rows that sample are computed in few sizes, one for each of the first slots, whether it has a token or not; all that
 differs between two steps of a size is written into buffers before, in one transfer, and what was drawn comes back in another.
-A graph is captured when a size is first needed. Publications copy into the weights in place, so it stays valid.
+A graph is captured when a size is first needed. It stays valid: on a GPU weights are published in place, and neither they nor
+the KV cache are ever freed.
 """
 
 from __future__ import annotations
@@ -61,11 +62,6 @@ class CudaGraphs:
         graph.replay()
         return result
 
-    def forget(self) -> None:
-        """Buffers have moved: what was kept of any size is void."""
-        self._graphs.clear()
-        self._pool = None
-
     def _capture(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
@@ -93,8 +89,6 @@ class StaticSteps:
         self._given_here = torch.zeros(4, width, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._given = self._given_here.to(device, copy=True)
         self._drawn = torch.zeros(3, width, dtype=torch.float64, device=device)  # id, log-prob, entropy
-        self._addresses: tuple[int, ...] = ()
-        self._is_checked = False
 
     def step(self, rows: Sequence[Row], sizes: StepSizes) -> Tensor:
         """Feed a token of each row and draw the next. Waits for the device once, for what was drawn.
@@ -102,25 +96,12 @@ class StaticSteps:
         Returns:
             (3, rows) float64 on the CPU: ids, log-probs, entropies.
         """
-        self._check_addresses()
         size = self._size(rows, sizes)
         self._fill(rows)
         logits = self._graphs.run(size, lambda: self._compute(size))
         if bans := [(row.slot, each) for row in rows for each in row.banned]:  # rare, and of any number: never captured
             self._draw(logits, bans)
         return self._drawn.cpu()[:, [row.slot for row in rows]]
-
-    def expect_load(self) -> None:
-        """Weights are about to be published: before the next step it is looked whether they still lie where they were."""
-        self._is_checked = False
-
-    def _check_addresses(self) -> None:
-        if self._is_checked:
-            return
-        addresses = self._decoder.addresses()
-        if addresses != self._addresses:
-            self._graphs.forget()
-        self._addresses, self._is_checked = addresses, True
 
     def _size(self, rows: Sequence[Row], sizes: StepSizes) -> Size:
         """The smallest that holds the rows, of those that deterministic mode may use for both products and attention."""

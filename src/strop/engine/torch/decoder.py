@@ -82,11 +82,6 @@ class Decoder:
         )
         return self._forward(ids, self._attention.plan_slots(tokens, num_columns), num_slots, None)
 
-    def addresses(self) -> tuple[int, ...]:
-        """Of every buffer that a step reads or writes and that outlives it."""
-        kept = (self.cache.keys, self.cache.values, *self._attention.buffers)
-        return (*self.weights.addresses(), *(tensor.data_ptr() for tensor in kept))
-
     def _forward(self, ids: Tensor, plan: Any, num_rows: int, num_layers: int | None) -> Tensor:
         attention = self._attention
         hidden = F.embedding(ids, self.weights.embedding)

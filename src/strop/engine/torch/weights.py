@@ -46,11 +46,6 @@ class Matrix:
         """Grows with every in-place change that torch knows of."""
         return 0 if self._plain is None or self._is_shared else self._plain._version
 
-    @property
-    def address(self) -> int:
-        """Where it lies; another one after each `seal` that packs."""
-        return id(self._packed) if self._plain is None else self._plain.data_ptr()
-
     def dense(self) -> Tensor:
         """The weight itself, or of a sealed one a copy."""
         return self._plain if self._plain is not None else self._packed.to_dense()  # type: ignore[union-attr]
@@ -240,10 +235,6 @@ class DecoderWeights:
     def num_writes(self) -> int:
         """A count that grows with every in-place change torch knows of (an edit through `.data` is not one)."""
         return sum(vector._version for vector in self._vectors) + sum(matrix.num_writes for matrix in self._matrices)
-
-    def addresses(self) -> tuple[int, ...]:
-        """Of every buffer: the same after a publication, unless matrices are packed for the machine."""
-        return (*(vector.data_ptr() for vector in self._vectors), *(matrix.address for matrix in self._matrices))
 
     def _read(self, names: Collection[str]) -> Iterator[NamedTensor]:
         """The parameters `names`; those that share a packed matrix from one copy of it."""

@@ -142,7 +142,6 @@ class KernelAttention:
 
     def __init__(self, kernels: Kernels, cache: KvCache, architecture: Architecture, tables: Tables) -> None:
         self._kernels, self._cache, self._architecture, self._tables = kernels, cache, architecture, tables
-        self.buffers: tuple[Tensor, ...] = tables
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.norm(hidden, weight, self._architecture.norm_eps)
