@@ -65,7 +65,7 @@ class FaultyEngine(ScriptedEngine):
 
     def __init__(
         self,
-        policy: Policy | Sequence[Sequence[int]] | Mapping[str, Sequence[int]],
+        policy: Policy | Sequence[Sequence[int]],
         *,
         latency_s: float = 0.0,
         kv_tokens: int = 1 << 20,

@@ -108,7 +108,7 @@ _AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_
 _FASTER = """
 import torch
 from strop.engine.config import EngineConfig
-from strop.engine.torch.products import measured_flops_per_s
+from strop.engine.config import measured_flops_per_s
 from strop.training import TrainerConfig
 
 rates = {str(each)[6:]: measured_flops_per_s(torch.device("cpu"), each) for each in (torch.float32, torch.bfloat16)}

@@ -26,11 +26,6 @@ def test_a_list_is_given_in_order_of_arrival_and_requests_are_recorded():
     assert engine.requests == requests
 
 
-def test_a_mapping_is_given_by_request_id():
-    engine = FaultyEngine({"a": [1], "b": [2]})
-    assert [completion.ids for completion in _complete(engine, make_request("b", [9]), make_request("a", [9]))] == [(2,), (1,)]
-
-
 def test_a_reply_brings_its_own_figures_and_is_cut_like_any_completion():
     engine = FaultyEngine(lambda _: Reply(ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3), entropies=(1.0, 2.0, 3.0)))
     [completion] = _complete(engine, make_request("a", [9], max_tokens=2))

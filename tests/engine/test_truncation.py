@@ -7,7 +7,7 @@ import torch
 
 from strop.engine.protocol import Entropies, Truncation
 from strop.engine.servers.server import MAX_LOGPROBS, entropy_of, num_logprobs
-from strop.engine.torch.truncation import DrawLimits, cut_off, entropy_of_likeliest, limited
+from strop.engine.torch.sampling import DrawLimits, cut_off, entropy_of_likeliest, limited
 
 PROBABILITIES = (0.4, 0.3, 0.2, 0.1)
 SCALED = torch.tensor(PROBABILITIES).log()

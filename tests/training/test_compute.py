@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.engine.torch.products import measured_flops_per_s
+from strop.engine.config import measured_flops_per_s
 from strop.training import Trainer, TrainerConfig
 from strop.training.learner import ModelProducts, update_flops
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,7 @@ class ScriptedEngine:
     any weights were published, too.
 
     Args:
-        policy: a function of the request; or completions to give in order of arrival; or completions by request id.
+        policy: a function of the request; or completions to give in order of arrival.
         max_request_tokens: the longest conversation.
         policy_version: before the first `load_weights`.
         dtype: of the weights it holds.
@@ -41,7 +41,7 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        policy: Policy | Sequence[Sequence[int]] | Mapping[str, Sequence[int]],
+        policy: Policy | Sequence[Sequence[int]],
         *,
         max_request_tokens: int = 1 << 14,
         policy_version: int = 0,
@@ -112,10 +112,6 @@ class ScriptedEngine:
     def _reply(self, request: CompletionRequest, number: int) -> Reply:
         if callable(self._policy):
             said = self._policy(request)
-        elif isinstance(self._policy, Mapping):
-            if request.id not in self._policy:
-                raise StropError(f"the script has no completion for request {request.id}.")
-            said = self._policy[request.id]
         else:
             if number >= len(self._policy):
                 raise StropError(f"the script has {len(self._policy)} completions; request {request.id} is number {number}.")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from strop.algorithms.method import Column, LossInputs, checked_token_loss
+from strop.engine.config import measured_flops_per_s
 from strop.engine.model_directory import read_weights
 from strop.engine.protocol import checksum_of, weights_checksum
 from strop.engine.published_files import write_adapter, write_files
-from strop.engine.torch.products import measured_flops_per_s
 from strop.errors import MachineError, ModelError
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows

@@ -18,8 +18,7 @@ from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes
 from strop.engine.torch.drafts import DraftTimes
 from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
-from strop.engine.torch.sampling import draw
-from strop.engine.torch.truncation import DrawLimits, limited
+from strop.engine.torch.sampling import DrawLimits, draw, limited
 from strop.engine.torch.weights import PublishedWeights
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason

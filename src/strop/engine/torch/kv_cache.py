@@ -24,7 +24,7 @@ from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.drafts import Attempts
 
 if TYPE_CHECKING:
-    from strop.engine.torch.truncation import DrawLimits
+    from strop.engine.torch.sampling import DrawLimits
 
 KV_STEP = 128  # decode reads a whole number of these columns
 
