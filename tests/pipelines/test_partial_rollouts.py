@@ -160,11 +160,12 @@ def test_validation_waits_for_the_rollouts_in_flight_and_has_the_engines_to_itse
 
 
 def test_a_schedule_holds_for_the_step_that_it_names_though_steps_are_in_flight_together(tmp_path):
-    schedule = [{"at_step": 3, "reward": {"weights": {"accuracy": 1.0, "format": 0.25}}}]
+    schedule = [{"at_step": 3, "limits": {"max_turns": 1}}]
     run = run_recipe(tmp_path / "run", make_partial_recipe(schedule=schedule, k=3), make_engine=Delayed).run
-    rewards = [{each.reward for each in read_rollouts(run.stage("rl").rollouts(step))} for step in range(1, 7)]
-    assert not any(0.25 in each for each in rewards[:2])
-    assert any(0.25 in each for each in rewards[2:])
+    rollouts = [read_rollouts(run.stage("rl").rollouts(step)) for step in range(1, 7)]
+    turns = [max(len(scored.trajectory.turns) for scored in of_step) for of_step in rollouts]
+    assert min(turns[:2]) > 1
+    assert turns[2:] == [1] * 4
 
 
 @pytest.mark.parametrize(

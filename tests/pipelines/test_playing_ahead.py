@@ -311,14 +311,14 @@ def test_rollouts_that_are_gone_are_not_made_up_for_by_others(tmp_path):
 
 def test_a_schedule_holds_for_the_step_that_it_names_however_early_it_is_played(tmp_path):
     schedule = [
-        {"at_step": 3, "sampling": {"temperature": 0.5}, "reward": {"weights": {"accuracy": 1.0, "format": 0.25}}},
+        {"at_step": 3, "sampling": {"temperature": 0.5}, "limits": {"max_turns": 1}},
         {"at_update": 1, "reset_optimizer": True},
     ]
     done = run_recipe(tmp_path / "run", make_ahead_recipe(schedule=schedule))
     requests = [request for request, _ in done.engines[0].answers.values()]
     told = [read_lines(done.run.stage("rl").rollouts(step)) for step in range(1, STEPS + 1)]
-    rewards = [{line["rollout"]["reward"] for line in lines} for lines in told]
-    assert [0.25 in each for each in rewards] == [False, False, True, True]
+    turns = [max(len(line["rollout"]["trajectory"]["turns"]) for line in lines) for lines in told]
+    assert [num > 1 for num in turns] == [True, True, False, False]
     assert {request.temperature for request in requests} == {1.0, 0.5}
     assert sum(request.temperature == 1.0 for request in requests) == sum(
         len(line["rollout"]["trajectory"]["turns"]) for lines in told[:2] for line in lines
@@ -340,7 +340,7 @@ def test_a_schedule_holds_for_the_step_that_it_names_however_early_it_is_played(
         (
             {"schedule": [{"at_update": 2, "limits": {"max_turns": 2}}]},
             APART,
-            r"schedule entry 1 \(at_update = 2, limits.max_turns = 2\) depends on updates or metrics",
+            r"schedule entry 1 \(at_update = 2, limits.max_turns = 2\) depends on updates that are not known yet",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from scripted_runs import RECIPE, assert_same_training, falling, lines_of, make_
 from strop.errors import ConfigError, NotThere
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe import load
-from strop.recipe.schedule import Done, ScheduleEntry, due
+from strop.recipe.schedule import Done, ScheduleEntry
 from strop.reports.terminal import print_plan
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import lineages
@@ -18,7 +18,7 @@ from strop.types import derive_seed
 
 SWITCHES = [
     {"at_step": 2, "sampling": {"temperature": 0.5}, "limits": {"max_turns": 2}},
-    {"at_update": 2, "sampling": {"max_tokens": 150}, "reward": {"weights": {"accuracy": 1.0, "format": 0.25}}},
+    {"at_update": 2, "sampling": {"max_tokens": 150}},
 ]
 SEED = derive_seed("run", 0, "rl", "tasks")
 TOLD = '{ kind = "arithmetic", num_terms = 2, min_digits = 3, max_digits = 3, operators = ["+"], wording = "{expression}" }'
@@ -49,29 +49,20 @@ def test_an_entry_holds_from_its_step_or_from_the_first_step_after_its_update():
 
 def test_an_entry_is_due_once_or_each_time_that_its_number_is_full_whatever_was_skipped():
     once, often = ScheduleEntry(at_update=3, reset_optimizer=True), ScheduleEntry(every_updates=4, refresh_reference=True)
-    every = ScheduleEntry(every_steps=2, refresh_reference=True)
     moments = [begins_with(steps, updates) for steps, updates in [(0, 0), (1, 2), (2, 2), (3, 4), (4, 6), (5, 8)]]
     steps = list(itertools.pairwise(moments))
-    assert [after.steps for before, after in steps if due([once], before, after)] == [3]
-    assert [after.steps for before, after in steps if due([often], before, after)] == [3, 5]
-    assert [after.steps for before, after in steps if due([every], before, after)] == [2, 4]
-    assert list(due([often, once, every], *steps[2]).values()) == [often, once]
+    assert [after.steps for before, after in steps if once.is_due(before, after)] == [3]
+    assert [after.steps for before, after in steps if often.is_due(before, after)] == [3, 5]
 
 
-def test_temperature_length_turns_and_weights_are_those_of_the_step(tmp_path):
+def test_temperature_length_and_turns_are_those_of_the_step(tmp_path):
     done = run_recipe(tmp_path / "run", make_recipe(steps=4, schedule=SWITCHES))
     stage = done.run.stage("rl")
-    temperatures, responses, turns, rewards = {}, {}, {}, {}
+    temperatures, responses, turns = {}, {}, {}
     for step in (1, 2, 3, 4):
         lines = read_lines(stage.rollouts(step))
         rollouts = [line["rollout"] for line in lines]
         turns[step] = max(len(each["trajectory"]["turns"]) for each in rollouts)
-        rewards[step] = {
-            reward
-            for each in rollouts
-            if each["reward_parts"] == {"accuracy": 0, "format": 1, "called": 0}
-            for reward in [each["reward"]]
-        }
         [version] = {int(each) for line in lines for each in line["weights"]}
         of_step = [each for each, made in done.engines[1].answers.values() if made.policy_version == version]
         temperatures[step] = {request.temperature for request in of_step}
@@ -79,7 +70,6 @@ def test_temperature_length_turns_and_weights_are_those_of_the_step(tmp_path):
     assert temperatures == {1: {1.0}, 2: {0.5}, 3: {0.5}, 4: {0.5}}
     assert (responses[1], responses[2], responses[3]) == (200, 200, 150)
     assert (turns[1], turns[2]) == (3, 2)
-    assert [rewards[step] for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {0.25}, {0.25}]
 
 
 def test_updates_are_clipped_by_the_limit_of_their_step(tmp_path):
@@ -155,10 +145,10 @@ REFUSED = {
     "no time": (
         {"reset_optimizer": True},
         {},
-        "at_step, at_update, every_steps, every_updates, when, but there is none",
+        "at_step, at_update, every_updates, but there is none",
     ),
     "no change": ({"at_step": 2}, {}, "nothing changes"),
-    "a switch again and again": ({"every_steps": 2, "limits": {"max_turns": 1}}, {}, "limits is changed once"),
+    "a switch again and again": ({"every_updates": 2, "limits": {"max_turns": 1}}, {}, "limits is changed once"),
     "a late step": (
         {"at_step": 5, "reset_optimizer": True},
         {},
@@ -170,7 +160,7 @@ REFUSED = {
         "method.clip_high is 0.4 but method.loss is 'no_clip', which does not clip",
     ),
     "no reference": ({"at_step": 2, "refresh_reference": True}, {}, "there is no reference, since method.kl_coefficient is 0"),
-    "an unknown part": ({"at_step": 2, "reward": {"weights": {"formatt": 1.0}}}, {}, "no such part. Did you mean 'format'?"),
+    "two moments": ({"at_step": 2, "at_update": 2, "reset_optimizer": True}, {}, "there are at_step and at_update"),
     "a cosine that is reset": (
         {"at_step": 2, "reset_optimizer": True},
         {"trainer": {"optimizer": {"schedule": "cosine"}}},
@@ -198,7 +188,7 @@ def test_the_plan_shows_the_schedule_with_the_step_of_an_update(capsys):
     [rl] = [stage for stage in planned if stage.name == "rl"]
     assert rl.schedule == (
         "at_step = 2: sampling.temperature = 0.5, limits.max_turns = 2",
-        "at_update = 2 (step 2): sampling.max_tokens = 150, reward.weights = { accuracy = 1.0, format = 0.25 }",
+        "at_update = 2 (step 2): sampling.max_tokens = 150",
         "at_update = 10 (step 5): reset_optimizer = true",
     )
     assert rl.tokens == 3 * 6 * (200 + 8 * 150)

@@ -101,12 +101,11 @@ def test_the_refusal_names_prompt_reward_and_remedies(tmp_path):
     )
 
 
-def test_a_part_that_only_reports_may_read_what_it_likes_until_it_gets_a_weight(tmp_path):
+def test_a_part_that_only_reports_may_read_what_it_likes(tmp_path):
     parts = 'reward={kind="sum", parts={good={kind="r1_zero"}, told={kind="arpo", weight=0.0}}}'
     words = ["stages.rl.prompt=r1_zero", parts]
     assert accepted(tmp_path, *words)
-    switched = "stages.rl.schedule=[{at_step=3, reward={weights={good=1.0, told=1.0}}}]"
-    assert "reward.parts.told" in refusal(tmp_path, *words, switched)
+    assert "reward.parts.told" in refusal(tmp_path, "stages.rl.prompt=r1_zero", parts.replace("weight=0.0", "weight=1.0"))
 
 
 @pytest.mark.parametrize("reward", ['{kind="function", function="my:own"}', '{kind="sum", parts={f={kind="arpo"}}}'])

@@ -10,7 +10,7 @@ from preset_values import DEVIATIONS, PUBLISHED, SWITCHES, UPDATES
 from presets import NAMES, leaves_of, parsed, paths_of, preset_path, resolved, value_at
 
 from strop.pipeline import plan as plan_module
-from strop.recipe.schedule import Done, due
+from strop.recipe.schedule import Done
 from strop.rollout.prompt import load_prompt
 
 SOURCE = re.compile(r"^(paper|code|hand-out|ruling|ours)\b")
@@ -60,7 +60,7 @@ def test_the_second_rl_stage_of_r1_keeps_the_last_400_updates_for_general_data_a
     moments = [Done(steps=step, updates=step * each) for step in range(stage.steps + 1)]
     general = [done for done in moments[:-1] if stage.at(done).tasks != stage.tasks]
     assert len(general) * each == 400
-    refreshed = [after.updates for before, after in pairwise(moments) if due([stage.schedule[1]], before, after)]
+    refreshed = [after.updates for before, after in pairwise(moments) if stage.schedule[1].is_due(before, after)]
     assert refreshed == [400, 800, 1200, 1600]
 
 

@@ -455,7 +455,7 @@ def test_settings_that_switched_are_marked_in_every_plot_over_steps(tmp_path):
     run.manifest.write_text(json.dumps({"name": "x", "stages": stages}))
     steps = [{"stage": stage, "step": step, "rollout/reward_mean": 1.0} for stage in stages for step in (1, 2, 3)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
-    rule, longer = "when = { truncated_above = 0.1 }", "sampling.max_tokens = 90"
+    rule, longer = "at_step = 3", "sampling.max_tokens = 90"
     switch = {"event": "scheduled", "stage": "two", "when": rule, "what": longer}
     events = [
         {"event": "stage_started", "stage": "one"},
@@ -471,7 +471,7 @@ def test_settings_that_switched_are_marked_in_every_plot_over_steps(tmp_path):
         {"event": "resumed", "stage": "two", "step": 2},
         {**switch, "step": 3, "when": "at_step = 3", "what": "limits.max_turns = 2"},
         {**switch, "step": 4},  # no step has it yet
-        {**switch, "step": 2, "when": "every_steps = 1", "what": "reset_optimizer = true"},
+        {**switch, "step": 2, "when": "every_updates = 1", "what": "reset_optimizer = true"},
     ]
     run.events.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in events))
     log = read_run(run)

@@ -12,7 +12,7 @@ from strop.errors import ConfigError, did_you_mean
 from strop.recipe.recipe import Recipe, resolve, written_at
 from strop.recipe.stage import PlayedKeys
 from strop.registry import look_next_to
-from strop.rewards import SETTINGS, SumReward
+from strop.rewards import SETTINGS, Reward, SumReward
 from strop.rewards.base import Part
 from strop.rollout.prompt import Prompt, load_prompt, prompt_names
 from strop.run_directory import RunDirectory, names_damage, read_json
@@ -80,14 +80,12 @@ def check_answers(recipe: Recipe, *, place: str) -> None:
         except ConfigError as error:
             raise ConfigError(f"{place}: stages.{name}.prompt: {error}") from error
         for key, part in config.reward.readers().items():
-            if prompt.graders and part.answer_form not in prompt.graders and _counts(config, key):
+            if prompt.graders and part.answer_form not in prompt.graders and _counts(config.reward, key):
                 raise ConfigError(f"{place}: stages.{name}: {_problem(config.prompt, prompt, key, part)}")
 
 
-def _counts(stage: PlayedKeys, part: str) -> bool:
-    if not isinstance(stage.reward, SumReward):
-        return True
-    return any(weights.get(part, 0.0) for weights in stage.weights_of_parts)
+def _counts(reward: Reward, part: str) -> bool:
+    return not isinstance(reward, SumReward) or bool((reward.weights or {}).get(part))
 
 
 def _problem(name: str, prompt: Prompt, key: str, part: Part) -> str:

@@ -270,11 +270,6 @@ class PlayedKeys(PosedKeys):
         return None
 
     @property
-    def weights_of_parts(self) -> Sequence[Mapping[str, float]]:
-        """The weights of the parts of its reward, as they are at first and after each change."""
-        return (self.reward.weights or {},)
-
-    @property
     def longest_response(self) -> int:
         """The largest `sampling.max_tokens` that the stage ever has."""
         return self.sampling.max_tokens

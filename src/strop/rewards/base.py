@@ -194,15 +194,6 @@ class Reward(Component):
         """The weight of each part in the reward; None if each counts 1. A key `weights` of `Config` sets them."""
         return getattr(self.config, "weights", None)
 
-    @property
-    def weights_can_change(self) -> bool:
-        """Whether a schedule may change the weights."""
-        return "weights" in type(self.config).model_fields
-
-    def with_weights(self, weights: Mapping[str, float]) -> Self:
-        """Return a copy with other weights."""
-        return self.replaced(weights=dict(weights))
-
     def open(self, service: RunService | None) -> None:
         """As `Part.open`."""
 

@@ -172,14 +172,6 @@ class SumReward(Reward):
         super().__init__(config, **keys)
         self.parts = {name: part.replaced() for name, part in self.config.parts.items()}
 
-    @property
-    def weights_can_change(self) -> bool:
-        return True
-
-    def with_weights(self, weights: Mapping[str, float]) -> Self:
-        parts = {name: part.replaced(weight=weights.get(name, 0.0)) for name, part in self.config.parts.items()}
-        return self.replaced(parts=parts)
-
     def open(self, service: RunService | None) -> None:
         for part in self.parts.values():
             part.open(service)

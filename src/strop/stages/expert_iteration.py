@@ -43,7 +43,7 @@ class ExpertIterationRun:
         groups = played.groups
         watch.lap("time/rollout_s")
         await self.rollouts.sleep()
-        verdict, drops_repeats = played.verdict, stage.drop_repeats
+        verdict, drops_repeats = self.rollouts.player.verdict, stage.drop_repeats
         selections = [
             select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups
         ]

@@ -92,7 +92,7 @@ class RLRun:
         watch.lap("time/publish_s")
 
         # Log
-        metrics = rollout_metrics(groups, played.verdict) | dict(played.figures)
+        metrics = rollout_metrics(groups, self.rollouts.player.verdict) | dict(played.figures)
         metrics |= staleness_metrics(groups, step) if self.ahead is not None else {}
         metrics |= tool_call_metrics(groups) | selection_metrics(selections) | self.rollouts.branch_metrics(groups, step)
         metrics |= updates.metrics()
@@ -231,10 +231,10 @@ class RL(RolloutStage):
                     " Leave method.mismatch out (it is then 'truncate_token'), or async_rollouts."
                 )
             for number, entry in enumerate(self.schedule if self.staleness else (), start=1):
-                if entry.switches and (entry.at_update is not None or entry.when is not None):
+                if entry.switches and entry.at_update is not None:
                     yield (
-                        f"schedule entry {number} ({entry.moment}, {entry.what}) depends on updates or metrics that are not"
-                        " known yet when a step is played ahead (async_rollouts). Use at_step, or leave async_rollouts out."
+                        f"schedule entry {number} ({entry.moment}, {entry.what}) depends on updates that are not known yet"
+                        " when a step is played ahead (async_rollouts). Use at_step, or leave async_rollouts out."
                     )
             if self.branching is not None and (initial := self.branching.initial_rollouts) > rollouts:
                 yield (

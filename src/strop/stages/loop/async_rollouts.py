@@ -169,7 +169,7 @@ class AsyncRollouts(Generic[StageT]):
             finished = [scored for group in groups for scored in group.trajectories]
             if self._config.partial or max(map(_newest, finished), default=0) <= self._version:
                 if len(self._usable(step, finished)) == len(finished):
-                    return self._judged(stage, groups, closed)
+                    return self._judged(groups, closed)
                 if not self._config.partial:  # else its ledger drops them
                     self._reuse(step, finished)
                     path.unlink()
@@ -198,17 +198,14 @@ class AsyncRollouts(Generic[StageT]):
             )
         return usable
 
-    def _judged(self, stage: StageT, groups: Sequence[Group], closed: Mapping[str, Any]) -> PlayedStep:
-        player = self._rollouts.player
-        player.judge_by(stage.reward)
+    def _judged(self, groups: Sequence[Group], closed: Mapping[str, Any]) -> PlayedStep:
         known = [
             replace(group, trajectories=tuple(_as_sampled_from(each, upto=self._version) for each in group.trajectories))
             for group in groups
         ]
-        judged = [player.judge(group) for group in known]
+        judged = [self._rollouts.player.judge(group) for group in known]
         return PlayedStep(
             groups=judged,
-            verdict=player.verdict,
             figures={**closed["figures"], DROPPED: 0.0},
             time_s=closed["time_s"],
             num_tokens=num_sampled_tokens(judged),

@@ -20,9 +20,9 @@ from strop.engine.config import EngineChoice
 from strop.engine.model_directory import config_of
 from strop.engine.protocol import Capabilities
 from strop.engine.publication import Publication
-from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
+from strop.evaluation.metrics import num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
-from strop.rewards import Reward, judge_group, make_reward
+from strop.rewards import judge_group, make_reward
 from strop.rollout.branching import Branching, branch_metrics, entropy_warning
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import ToolEnvironments
@@ -51,8 +51,7 @@ class GroupPlayer:
         self.context, self.pool, self.chat = context, pool, chat
         self._vocab_size: int = config_of(model).vocab_size  # a tokenizer may have fewer ids
         self._prompt = load_prompt(stage.prompt)
-        self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
-        self._rewards = [self._reward]
+        self._reward = make_reward(stage.reward, context.runner)
         self.verdict = verdict_of(stage.reward)
         self._publish: _Publish | None = None
         self._published: dict[int, str] = {}  # checksums by version
@@ -62,13 +61,6 @@ class GroupPlayer:
         context, held = self.context, self.pool.max_request_tokens
         limit = f"{held}, which is what the KV memory of the largest engine holds"
         check_longest(context.recipe, context.name, stage, self.chat, context.tools, held=held, limit=limit, source=tasks)
-
-    def judge_by(self, reward: Reward) -> None:
-        """Judge from now on by `reward`, which a schedule may have changed."""
-        if reward != self._judged_by:
-            self._judged_by, self._reward = reward, make_reward(reward, self.context.runner)
-            self._rewards.append(self._reward)  # rollouts in flight are still judged by the one before
-            self.verdict = verdict_of(reward)
 
     def judge(self, group: Group) -> Group:
         """Compare the rollouts of a group, each of which is scored."""
@@ -99,13 +91,12 @@ class GroupPlayer:
             tools: instead of the recipe's.
             shares_engines: with tasks of other calls that do.
         """
-        reward = self._reward
         tools = self.context.tools if tools is None else tools
         environments = ToolEnvironments(self.chat, self._prompt, tools, stage.limits, ledger, stage.environment)
         player = Player(
             engine=self.pool,
             environments=environments,
-            judge=Judge(reward=reward, weights=stage.reward.weights),
+            judge=Judge(reward=self._reward, weights=stage.reward.weights),
             sampling=stage.sampling,
             stop_ids=self.chat.stop_ids,
             stop_strings=environments.stop_strings,
@@ -114,7 +105,7 @@ class GroupPlayer:
         )
         finished = ledger.finished_before
         async for group in collect(tasks, player, num_rollouts=num_rollouts, seed=seed, observer=ledger, finished=finished):
-            yield judge_group(reward, group)
+            yield judge_group(self._reward, group)
 
     def branching(self, stage: PlayedKeys) -> Branching | None:
         """Where the rollouts of `stage` fork; None where they do not."""
@@ -137,8 +128,7 @@ class GroupPlayer:
                 await before.close()
 
     async def close(self) -> None:
-        for reward in self._rewards:
-            await reward.close()
+        await self._reward.close()
         if self._publish is not None:
             await self._publish.close()
 
@@ -197,7 +187,6 @@ class PlayedStep:
     """The rollouts of a step, and what playing them was like."""
 
     groups: Sequence[Group]  # in canonical order
-    verdict: Verdict  # on a rollout, by the reward that it was judged with
     figures: Mapping[str, float]  # metrics of what the engines did
     time_s: float
     num_tokens: int  # that were sampled in this time: without those of rollouts that an interrupted try had finished
@@ -265,8 +254,6 @@ class StepRollouts:
         reuse = None if self.reuse is None else partial(self.reuse, step)
         with self.player.ledger(context.directory.rollouts(step), weights, reuse=reuse) as ledger:
             while indices:
-                self.player.judge_by(stage.reward)
-                verdict = self.player.verdict
                 playing = self.player.play(
                     stage,
                     [(index, tasks.task(index)) for index in indices],
@@ -291,7 +278,6 @@ class StepRollouts:
                     figures["branching/replaced"] = float(ledger.num_replaced)
             played = PlayedStep(
                 groups=groups,
-                verdict=verdict,
                 figures=figures,
                 time_s=time.perf_counter() - started,
                 num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),

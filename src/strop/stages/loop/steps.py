@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
-from strop.recipe.schedule import Done, RulesWatch, Steps, due, why_over
+from strop.recipe.schedule import Done, Steps, why_over
 from strop.run_directory import read_json
 from strop.stages.context import StageContext, StageMetrics
 from strop.stages.loop import checkpoints
@@ -166,7 +166,7 @@ async def take_steps(
         context.started(stage.steps, done)
         log = StageMetrics(context, done_steps=done)
         weights = await rollouts.publish(trainer, version=done)
-        schedule = _Schedule(context, stage, trainer, log.steps)
+        schedule = _Schedule(context, stage, trainer, steps=done)
         num_stuck = int(log.last.get("update/stuck_steps", 0))
         clock = StageClock(stage.budget_s, log.last)
         step, over = done, _why_over_early(stage, log.steps)
@@ -202,7 +202,7 @@ async def take_steps(
                 if ended.returns_best:
                     context.warn(f"ended after step {step}: {ended.why_over}")
             if stage.schedule and step < stage.steps and not over and not clock.is_spent:
-                await schedule.follow(log.steps)
+                await schedule.follow(step)
             for problem in result.problems:
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
@@ -253,30 +253,24 @@ def _report_budget(context: StageContext, stage: RolloutKeys, clock: StageClock,
 class _Schedule(Generic[StageT]):
     """Applies the schedule of a stage, step by step."""
 
-    def __init__(self, context: StageContext, stage: StageT, trainer: Trainer, steps: Steps) -> None:
-        """`steps` are the metrics of those that were done before."""
+    def __init__(self, context: StageContext, stage: StageT, trainer: Trainer, *, steps: int) -> None:
+        """`steps` were done before."""
         self._context, self._trainer, self._stage = context, trainer, stage
-        self._watch = RulesWatch(stage.schedule, steps)
-        self._done = Done(steps=len(steps), updates=trainer.num_updates, held=self._watch.held)
+        self._done = Done(steps=steps, updates=trainer.num_updates)
 
     @property
     def stage(self) -> StageT:
         """The stage with the settings of the next step."""
         return self._stage.at(self._done) if self._stage.schedule else self._stage
 
-    async def follow(self, steps: Steps) -> None:
-        """Apply what became due in the last of `steps`, before its checkpoint, so that a resumed run does it once."""
-        self._watch.look(steps)
-        before, why = self._done, self._watch.why
-        self._done = Done(steps=len(steps), updates=self._trainer.num_updates, held=self._watch.held)
-        next_step = self._done.steps + 1
-        for place, entry in due(self._stage.schedule, before, self._done).items():
+    async def follow(self, step: int) -> None:
+        """Apply what became due in `step`, before its checkpoint, so that a resumed run does it once."""
+        before, self._done = self._done, Done(steps=step, updates=self._trainer.num_updates)
+        for entry in [each for each in self._stage.schedule if each.is_due(before, self._done)]:
             if entry.refresh_reference:
                 await self._trainer.refresh_reference()
             if entry.reset_optimizer:
                 await self._trainer.reset_optimizer()
-            because = {"because": why[place]} if place in why else {}
-            self._context.event("scheduled", step=next_step, when=entry.moment, what=entry.what, **because)
-            if not entry.is_repeated:
-                reason = f", since {why[place]}" if place in why else f" ({entry.moment})"
-                self._context.progress.note(f"from step {next_step}: {entry.what}{reason}")
+            self._context.event("scheduled", step=step + 1, when=entry.moment, what=entry.what)
+            if entry.every_updates is None:
+                self._context.progress.note(f"from step {step + 1}: {entry.what} ({entry.moment})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self
@@ -14,9 +14,8 @@ from strop.errors import ConfigError, UserError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, first_steps, problem_with, reached, switched
+from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, problem_with, switched
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, Trained
-from strop.rewards import SumReward
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
@@ -141,21 +140,11 @@ class RolloutKeys(TrainingKeys):
 
     def at(self, done: Done) -> Self:
         """The stage as it is for a step that begins with so much done."""
-        return switched(self, reached(self.schedule, done))
+        return switched(self, (entry for entry in self.schedule if entry.is_reached(done)))
 
     def with_each_tasks(self) -> tuple[Self, ...]:
         """The stage as it begins, and as it is with each of the other sets of tasks that its schedule has."""
         return (self, *(switched(self, [entry]) for entry in self.schedule if entry.tasks is not None))
-
-    @property
-    def validated_every(self) -> int | None:
-        """After each so many steps it measures its policy on held-out tasks; None where it does not."""
-        return None if self.validation is None else self.validation.every_steps
-
-    @property
-    def weights_of_parts(self) -> Sequence[Mapping[str, float]]:
-        changed = (entry.reward.weights for entry in self.schedule if entry.reward is not None)
-        return (*super().weights_of_parts, *changed)
 
     @property
     def longest_response(self) -> int:
@@ -169,34 +158,26 @@ class RolloutKeys(TrainingKeys):
                 f"{what}, but trainer.optimizer.schedule is 'cosine', which needs to know how many updates there will be. Set"
                 f" schedule = 'constant', or leave {what.split()[0]} out."
             )
+        every_steps = None if self.validation is None else self.validation.every_steps
+        has_verdict = bool(verdict_of(self.reward).parts)
         for number, rule in enumerate(self.end_when, start=1):
-            first = rule.first_step(self.validated_every)
-            problem = self._rule_problem(rule, first, returns_best=rule.is_collapse)
-            if rule.reward_below is not None and any(entry.switches.keys() & {"reward", "tasks"} for entry in self.schedule):
-                problem = "the schedule changes the reward or the tasks, so rewards cannot be compared. Use accuracy_below."
+            problem = rule.problem(steps=self.steps, every_steps=every_steps, has_verdict=has_verdict)
+            if rule.reward_below is not None and any(entry.tasks is not None for entry in self.schedule):
+                problem = "the schedule changes the tasks, so rewards cannot be compared. Use accuracy_below."
             if problem:
                 raise ValueError(f"end_when rule {number} ({rule.what}): {problem}")
         return self
 
     @model_validator(mode="after")
     def _schedule_holds(self) -> Self:
-        firsts = first_steps(self.schedule, self.validated_every)
-        for place, entry in enumerate(self.schedule):
-            problem = self._rule_problem(entry.when, firsts[place]) if entry.when is not None else ""
-            if problem := problem or self._schedule_problem(entry) or problem_with(self, self.schedule[: place + 1]):
-                raise ValueError(f"schedule entry {place + 1} ({entry.moment}, {entry.what}): {problem}")
+        for number, entry in enumerate(self.schedule, start=1):
+            if problem := self._schedule_problem(entry) or problem_with(self, self.schedule[:number]):
+                raise ValueError(f"schedule entry {number} ({entry.moment}, {entry.what}): {problem}")
         return self
-
-    def _rule_problem(self, rule: MetricRule, first: int, *, returns_best: bool = False) -> str:
-        has_verdict, every_steps = bool(verdict_of(self.reward).parts), self.validated_every
-        return rule.problem(
-            first, steps=self.steps, every_steps=every_steps, has_verdict=has_verdict, returns_best=returns_best
-        )
 
     def _schedule_problem(self, entry: ScheduleEntry) -> str:
         """Why an entry cannot be what is meant; empty where it can."""
-        limit = max(entry.at_step or 0, (entry.every_steps or 0) + 1)
-        if limit > self.steps:
+        if (entry.at_step or 0) > self.steps:
             return f"the stage has {self.steps} steps, so this never changes a thing. Make it earlier, or raise steps."
         if entry.reset_optimizer and self.trainer.optimizer.schedule is Schedule.COSINE:
             return (
@@ -207,12 +188,6 @@ class RolloutKeys(TrainingKeys):
             return "data names stages whose tasks are played, so these never are. Leave data out, or make two stages."
         if "method" in entry.switches and not hasattr(getattr(getattr(self, "method", None), "config", None), "clip_high"):
             return "the stage has no method with clip_high. Leave method out of the entry."
-        if entry.reward is not None and not self.reward.weights_can_change:
-            return f"reward.kind = {self.reward.kind!r} has no weights that could change. Leave reward out of the entry."
-        if entry.reward is not None and isinstance(self.reward, SumReward):
-            unknown = [name for name in entry.reward.weights if name not in self.reward.parts]
-            if unknown:
-                return f"reward has no part {unknown[0]!r}. The parts are {', '.join(self.reward.parts)}."
         return ""
 
     @property
@@ -254,31 +229,23 @@ class RolloutStage(TrainingStage):
 
     def lines_of_schedule(self, steps_of_critic: int = 0) -> Iterator[str]:
         """Each entry of the schedule, with the step that it comes before where that is known."""
-        config, updates = self.config, self.config.updates_in_step
-        firsts = first_steps(config.schedule, config.validated_every)
-        for place, entry in enumerate(config.schedule):
+        updates = self.config.updates_in_step
+        for entry in self.config.schedule:
             step = f" (step {steps_of_critic + -(-entry.at_update // updates) + 1})" if entry.at_update and updates else ""
-            step = f" (by a metric; step {firsts[place] + 1} at the earliest)" if place in firsts else step
             yield f"{entry.moment}{step}: {entry.what}"
 
     def tokens_of_responses(self, updates_per_step: int) -> int:
-        """The longest response of each step, added up over the steps; what waits for metrics comes as early as it can."""
+        """The longest response of each step, added up over the steps."""
         config = self.config
         if not config.schedule:
             return config.steps * config.sampling.max_tokens
-        firsts = [(first, config.schedule[at]) for at, first in first_steps(config.schedule, config.validated_every).items()]
-
-        def longest(step: int) -> int:
-            now = config.at(Done(steps=step, updates=step * updates_per_step)).sampling.max_tokens
-            return max(now, *(entry.sampling.max_tokens or 0 for first, entry in firsts if first <= step), 0)
-
-        # Nothing changes between two of these steps.
-        edges = {0, config.steps, *(first for first, _ in firsts)}
+        edges = {0, config.steps}  # nothing changes between two of these steps
         for entry in config.schedule:
             num_done = (entry.at_update or 0) // updates_per_step
-            edges |= {num_done, num_done + 1, (entry.at_step or 1) - 1, entry.at_step or 0}
+            edges |= {num_done, num_done + 1, (entry.at_step or 1) - 1}
         ordered = sorted(edge for edge in edges if edge <= config.steps)
-        return sum((after - step) * longest(step) for step, after in pairwise(ordered))
+        longest = (config.at(Done(steps=step, updates=step * updates_per_step)).sampling.max_tokens for step in ordered)
+        return sum(tokens * (after - step) for tokens, (step, after) in zip(longest, pairwise(ordered), strict=False))
 
     def estimate(
         self,

@@ -77,7 +77,6 @@ class Validator:
         started = time.perf_counter()
         evaluation, player = self._as_evaluation(stage), self._player
         weights = weights or await player.publish(trainer, version=step)
-        player.judge_by(stage.reward)
         seed = derive_seed("validation", self._context.recipe.seed, "rollouts")
         with player.ledger(self._context.directory.validation(step), weights) as ledger:
             playing = player.play(evaluation, self._tasks, ledger, num_rollouts=evaluation.k, seed=seed)
