@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,9 +52,7 @@ def kept(selection):
 
 
 def test_what_is_right_is_kept_and_what_is_wrong_is_not():
-    selection = select_right(
-        group((((5, 6),), 1.0), (((5, 7),), 0.0), (((5, 8),), 1.0)), is_right=is_right, drops_repeats=False
-    )
+    selection = select_right(group((((5, 6),), 1.0), (((5, 7),), 0.0), (((5, 8),), 1.0)), is_right=is_right)
     assert kept(selection) == [0, 2]
     assert [decision.reason for decision in selection.decisions] == [
         "kept: it is right",
@@ -65,19 +62,8 @@ def test_what_is_right_is_kept_and_what_is_wrong_is_not():
 
 
 def test_a_group_whose_rollouts_are_all_void_or_wrong_keeps_none():
-    assert kept(select_right(group(num_void=4), is_right=is_right, drops_repeats=True)) == []
-    assert kept(select_right(group((((5,),), 0.0)), is_right=is_right, drops_repeats=True)) == []
-
-
-@pytest.mark.parametrize(("drops_repeats", "expected"), [(True, [1, 3]), (False, [1, 2, 3])])
-def test_of_right_rollouts_that_say_the_same_the_first_is_kept_where_that_is_asked(drops_repeats, expected):
-    rollouts = group(
-        (((5,), (6,)), 0.0),  # wrong, so the next one is no repeat
-        (((5,), (6,)), 1.0),
-        (((5,), (6,)), 1.0),
-        (((5, 6),), 1.0),  # the same tokens in one turn: another conversation
-    )
-    assert kept(select_right(rollouts, is_right=is_right, drops_repeats=drops_repeats)) == expected
+    assert kept(select_right(group(num_void=4), is_right=is_right)) == []
+    assert kept(select_right(group((((5,),), 0.0)), is_right=is_right)) == []
 
 
 @given(num=st.integers(0, 200), batch_size=st.integers(1, 40), epoch=st.integers(0, 5), seed=st.integers(0, 9))

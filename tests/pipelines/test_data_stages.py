@@ -16,7 +16,7 @@ from strop.registry import from_keys
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.evaluation import Eval
 from strop.stages.filter import Filter, why_dropped
-from strop.stages.mix import Mix, counts_of
+from strop.stages.mix import Mix
 from strop.stages.rejection_sampling import RejectionSampling, foreign_share, reasons
 from strop.tasks.files import writing_rows
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
@@ -215,11 +215,6 @@ def test_a_word_of_any_other_script_is_seen(text, share):
 def test_a_mix_names_each_of_its_sets_once():
     with pytest.raises(ValidationError, match=r"data names a twice, but rows are drawn without replacement\."):
         from_keys(Mix.Config, {"data": ["a", "b", "a"]})
-
-
-def test_shares_of_a_total_add_up_to_it():
-    stage = from_keys(Mix.Config, {"data": ["a", "b", "c"], "total": 10, "shares": {"a": 0.55, "b": 0.25, "c": 0.2}})
-    assert counts_of(stage, {}) == {"a": 6, "b": 2, "c": 2}  # 5.5, 2.5, 2: one is left, and of equals the first by name gets it
 
 
 STUDENT = RECIPE["stages"]["base"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import transformers
@@ -19,7 +18,6 @@ from scripted_runs import (
     lines_of,
     recipe_of,
     run_recipe,
-    sometimes_right,
 )
 from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, MachineError
@@ -164,24 +162,6 @@ def test_law_9_a_step_that_fell_before_its_checkpoint_counts_once(finished, tmp_
     assert_same_training(again.run, finished.run, "ei")
     num_played = sum(request.id.endswith("/0") for request in again.engines[0].requests)
     assert num_played == 12  # of step 2; those of step 1 were finished
-
-
-def test_repeats_are_imitated_once_where_that_is_asked(tmp_path):
-    done = run_recipe(tmp_path / "run", make_recipe(steps=1, drop_repeats=True), say=sometimes_right)
-    stage = done.run.stage("ei")
-    rollouts = {json.dumps(dataclasses.asdict(each.trajectory.key)): each for each in read_rollouts(stage.rollouts(1))}
-    num_repeats = 0
-    for group in read_json(stage.selection(1))["groups"]:
-        kept = set()
-        for record in group["rollouts"]:
-            turns = rollouts[json.dumps(record["key"])].trajectory.turns
-            said = tuple(turn.completion.ids for turn in turns)
-            assert record["is_kept"] == (record["reward"] == 1.0 and said not in kept)
-            if record["is_kept"]:
-                kept.add(said)
-            num_repeats += record["reason"] == "dropped: the same as one that is kept"
-    assert num_repeats > 0, "no rollout was repeated: the test proves nothing"
-    assert lines_of(done.run, "ei")[0]["rollout/kept_fraction"] < lines_of(done.run, "ei")[0]["rollout/accuracy"]
 
 
 def keys_of(stage):

@@ -10,12 +10,12 @@ from transformers import AutoModelForSequenceClassification
 
 from scripted_runs import RECIPE, Watching, assert_same_training, lines_of, recipe_of, run_recipe
 from strop.errors import CannotLearnError, ConfigError, TaskError
+from strop.pipeline.plan import check_stages
 from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import Exchange
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
 from strop.stages.loop.ledger import read_rollouts
-from strop.stages.reward_model import warnings_of_reward_models
 from strop.training import reward_model
 from word_pairs import write_labelled, write_pairs
 
@@ -219,36 +219,16 @@ def test_responses_of_one_label_are_refused_to_learn_from_and_told_of_to_be_meas
     assert f"20 of 20 preferences in {safe} have prompts that are in {path} too" in told
 
 
-def warned(path, *, judged_on="response", engine=None, stages=("judged",), part=None, **scorer):
-    """What is said before anything runs, of `stages` that are judged by the model."""
-    reward = {"kind": "sum", "parts": {"safety": safety_part(**scorer) | (part or {})}}
-    later = {name: {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward} for name in stages}
-    made = recipe(path, later=later, judged_on=judged_on)
-    made = made.model_copy(update={"engine": made.engine.model_copy(update=engine or {})})
-    return warnings_of_reward_models(made, made.stages)
-
-
-def test_batches_that_hang_on_the_clock_are_told_once_with_the_remedy_where_a_run_is_to_repeat_itself(tmp_path):
-    [told] = warned(tmp_path / "pairs.jsonl", stages=("judged", "again"), max_batch=8)
-    assert told.startswith("reward.parts.safety.scorer.max_batch is 8: ")
-    assert told.endswith("Set max_batch = 1, or engine.deterministic = false. Judged stages: judged, again.")
-    assert warned(tmp_path / "pairs.jsonl", max_batch=1) == []
-    assert warned(tmp_path / "pairs.jsonl", engine={"deterministic": False}) == []
-
-
-def test_a_model_that_is_shown_another_part_of_a_response_than_it_was_trained_on_is_told_of(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    [told] = warned(path, judged_on="summary", max_batch=1)
-    assert told.startswith('reward.parts.safety.judged_on is "response", but stages.helpful.judged_on is "summary"')
-    [told] = warned(path, judged_on="summary", part={"judged_on": "summary", "think_tag": "reason"}, max_batch=1)
-    assert told.startswith('reward.parts.safety.think_tag is "reason", but stages.helpful.think_tag is "think"')
-    assert warned(path, judged_on="summary", part={"judged_on": "summary"}, max_batch=1) == []
-
-
-def test_a_run_begins_with_these_warnings_and_has_none_of_stages_that_are_done(tmp_path):
-    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": "helpful"}}}}
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"judged_on": "response"}, 'reward.parts.safety.judged_on is "response", but that of the stage .* is "summary"'),
+        ({"think_tag": "reason"}, 'reward.parts.safety.think_tag is "reason", but that of the stage .* is "think"'),
+    ],
+)
+def test_a_model_that_is_shown_another_part_of_a_response_than_it_was_trained_on_is_refused(tmp_path, part, message):
+    reward = {"kind": "sum", "parts": {"safety": safety_part() | {"judged_on": "summary"} | part}}
     later = {"judged": {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward}}
-    made = recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later, epochs=1)
-    for expected in (1, 0):
-        progress = run_recipe(tmp_path / "run", made).progress
-        assert sum("depends on the clock" in warning for warning in progress.warnings) == expected
+    made = recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later)
+    with pytest.raises(ConfigError, match=message):
+        check_stages(made, ["judged"])

@@ -117,7 +117,6 @@ NUM_ROWS = {"first": 900, "second": 700}
 MIXES = [  # and the rows of each
     ({}, NUM_ROWS),
     ({"counts": {"first": 7, "second": 500}}, {"first": 7, "second": 500}),
-    ({"shares": {"first": 0.25, "second": 0.75}, "total": 101}, {"first": 25, "second": 76}),
 ]
 
 

@@ -410,7 +410,7 @@ PUBLISHED: dict[str, Values] = {
         **_CS336,
         **_cs336_stage("expert"),
         **_cs336_eval("after"),
-        **_under("stages.expert.", steps=5, tasks_per_step=512, drop_repeats=False, group_size=4, epochs=2, batch_size=32),
+        **_under("stages.expert.", steps=5, tasks_per_step=512, group_size=4, epochs=2, batch_size=32),
         **_keys("stages.expert.", {"sampling.min_tokens": 4, "trainer.precision": "bfloat16"}),
         **_keys("stages.expert.trainer.optimizer.", {"grad_clip": 1.0, "lr": 2e-5, "schedule": "constant"}),
     },

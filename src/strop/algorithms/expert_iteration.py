@@ -16,26 +16,16 @@ from strop.types import Group, ScoredTrajectory, derive_seed
 _ItemT = TypeVar("_ItemT")
 
 
-def select_right(group: Group, *, is_right: Callable[[ScoredTrajectory], bool], drops_repeats: bool) -> Selection:
+def select_right(group: Group, *, is_right: Callable[[ScoredTrajectory], bool]) -> Selection:
     """Keep the rollouts that are right. What was voided is not in the group, so it is neither right nor wrong (law 3).
 
     Args:
         group: the rollouts of one task, in canonical order.
         is_right: whether a rollout is one to imitate.
-        drops_repeats: of right rollouts whose sampled tokens are the same, keep only the first.
     """
-    kept: set[tuple[tuple[int, ...], ...]] = set()
-    decisions = []
-    for scored in group.trajectories:
-        said = tuple(turn.completion.ids for turn in scored.trajectory.turns)
-        if not is_right(scored):
-            decisions.append(Decision(is_kept=False, reason="dropped: it is wrong", figures={}))
-        elif drops_repeats and said in kept:
-            decisions.append(Decision(is_kept=False, reason="dropped: the same as one that is kept", figures={}))
-        else:
-            kept.add(said)
-            decisions.append(Decision(is_kept=True, reason="kept: it is right", figures={}))
-    return Selection(group=group, decisions=tuple(decisions))
+    right = Decision(is_kept=True, reason="kept: it is right", figures={})
+    wrong = Decision(is_kept=False, reason="dropped: it is wrong", figures={})
+    return Selection(group=group, decisions=tuple(right if is_right(scored) else wrong for scored in group.trajectories))
 
 
 def epoch_batches(rows: Sequence[_ItemT], *, batch_size: int, epoch: int, seed: int) -> list[list[_ItemT]]:

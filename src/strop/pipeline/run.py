@@ -35,7 +35,7 @@ from strop.sandbox.local import open_service
 from strop.stages.context import EngineFactory, Progress, StageContext, load_chat, product_of
 from strop.stages.loop.checkpoints import latest_step
 from strop.stages.loop.engines import check_room
-from strop.stages.reward_model import warnings_of_reward_models, with_reward_models
+from strop.stages.reward_model import with_reward_models
 from strop.tasks.files import keeping_commits
 from strop.tools import open_tools
 
@@ -121,9 +121,8 @@ async def train(
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:
             opened.callback(tracker.close)
-        to_run = [name for name in selected.stages if not run.stage(name).done.exists()]
         left_stale = [f"{name} is stale: {why}. Rerun it with --from {name}." for name, why in selected.left_stale.items()]
-        for warning in (*selected.new_layouts, *left_stale, *warnings_of_reward_models(recipe, to_run)):
+        for warning in (*selected.new_layouts, *left_stale):
             progress.warning(warning)
         for name in selected.stages:
             stage = recipe.stages[name]

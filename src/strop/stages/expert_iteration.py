@@ -43,10 +43,8 @@ class ExpertIterationRun:
         groups = played.groups
         watch.lap("time/rollout_s")
         await self.rollouts.sleep()
-        verdict, drops_repeats = self.rollouts.player.verdict, stage.drop_repeats
-        selections = [
-            select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups
-        ]
+        verdict = self.rollouts.player.verdict
+        selections = [select_right(group, is_right=lambda each: verdict(each) is True) for group in groups]
         updates = await self.imitate(step, selections)
         num = sum(len(group.trajectories) for group in groups)
         none_kept = f"none of {num} rollouts is right, so there is nothing to imitate"
@@ -96,9 +94,6 @@ class ExpertIteration(RolloutStage):
         """Keys of `kind = "expert_iteration"`."""
 
         batch_size: int = Field(default=32, ge=1, description="Rollouts of one update, at most.")
-        drop_repeats: bool = Field(
-            default=False, description="Of right rollouts of a task with the same tokens, imitate only the first."
-        )
 
         @model_validator(mode="after")
         def _adds_up(self) -> Self:

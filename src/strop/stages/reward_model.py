@@ -6,8 +6,7 @@ The measure is how well scores separate good responses from bad ones, and how fa
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,22 +15,19 @@ from typing import Literal, Self, TypeVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from strop.engine.config import EngineConfig
 from strop.errors import TaskError
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult, scoring_stages
+from strop.recipe.stage import Estimate, Machine, Stage, StageResult, scoring_stages
 from strop.reports.number_format import counted
 from strop.rewards import SumReward
 from strop.rewards.base import Part
 from strop.rewards.reward_model import ExchangeFormat
-from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import batch_at
 from strop.stages.dpo import PreferenceKeys, PreferenceSets, count_steps, open_sets
 from strop.stages.loop.checkpoints import prune_finished
-from strop.stages.loop.engines import scorer_parts_of
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingStage
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
@@ -178,39 +174,6 @@ def _has_one_label(rows: RowFile[PreferenceRows]) -> bool:
 
 def _all_of_a_label(rows: RowFile[PreferenceRows]) -> str:
     return f"{counted(len(rows), 'response')}, all of them labelled {'safe' if rows[0].is_good else 'unsafe'}, are left"
-
-
-def warnings_of_reward_models(recipe: Recipe, names: Collection[str]) -> list[str]:
-    """Return warnings about the reward models in this process that judge the stages `names`, each with its remedy."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        stage = recipe.stages[name]
-        for part, config in _scorer_parts(stage).items():
-            if isinstance(config.scorer, EmbeddedScorerConfig):
-                for problem in _problems_of_scorer(recipe.for_stage(name), f"reward.parts.{part}", config, config.scorer):
-                    found[problem].append(name)
-    return [f"{problem} Judged stages: {', '.join(stages)}." for problem, stages in found.items()]
-
-
-def _scorer_parts(stage: Stage) -> dict[str, ScorerPart.Config]:
-    return scorer_parts_of(stage.config.reward) if stage.is_judged and isinstance(stage.config, PlayedKeys) else {}
-
-
-def _problems_of_scorer(recipe: Recipe, place: str, part: ScorerPart.Config, scorer: EmbeddedScorerConfig) -> Iterator[str]:
-    if isinstance(recipe.engine, EngineConfig) and recipe.engine.deterministic and not scorer.judges_alone:
-        yield (
-            f"{place}.scorer.max_batch is {scorer.max_batch}: which responses share a batch, and so the rounding of their"
-            " scores, depends on the clock, so a resumed run may end with other bits although engine.deterministic is true."
-            " Set max_batch = 1, or engine.deterministic = false."
-        )
-    trained = recipe.stages.get(scorer.stage or "")
-    if not isinstance(trained, RewardModel):
-        return
-    keys = ["judged_on", *(["think_tag"] if part.judged_on == trained.config.judged_on == "summary" else [])]
-    for key in keys:
-        mine, theirs = str(getattr(part, key)), str(getattr(trained.config, key))
-        if mine != theirs:
-            yield f'{place}.{key} is "{mine}", but stages.{scorer.stage}.{key} is "{theirs}". Set both to the same value.'
 
 
 StageT = TypeVar("StageT", bound=Stage)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from strop.cluster.connection import check_installed
-from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig
 from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, NotThere, UserError, did_you_mean
@@ -88,12 +88,8 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
     """Check every stage whose model comes from `origin`, a finished stage, against `engine.max_length`.
 
     Raises:
-        ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit. Or
-            memory is over-subscribed where that has no effect.
+        ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit.
     """
-    for name, stage in recipe.stages.items():
-        if stage.plays:
-            _refuse_idle_oversubscription(recipe.for_stage(name))
     for name, stage in recipe.stages.items():
         config = stage.config
         if not isinstance(config, PlayedKeys) or not stage.plays or not config.has_own_tasks:
@@ -109,24 +105,6 @@ def prompt_lengths(stage: PosedKeys, tasks: Sequence[Task], chat: ChatFormat, to
     kind = stage.environment if isinstance(stage, PlayedKeys) else Tools()
     shared = ToolEnvironments(chat, load_prompt(stage.prompt), tools, stage.limits)
     return [len(kind.prompt_ids(shared, task)) for task in tasks]
-
-
-def _refuse_idle_oversubscription(recipe: Recipe) -> None:
-    """Refuse over-subscription that has no effect, before anything is trained."""
-    engine, scheduler = recipe.engine, recipe.scheduler
-    if scheduler.policy != "scheduler" or scheduler.oversubscription == 1:
-        return
-    refused = f"scheduler.oversubscription = {scheduler.oversubscription:g} has no effect: "
-    if isinstance(engine, EngineConfig):
-        raise ConfigError(
-            f"{refused}a conversation takes a whole slot of the embedded engine, however short it is. Leave it at 1 and raise"
-            f" engine.slots ({engine.slots}), or use a server engine, whose memory is paged."
-        )
-    if isinstance(engine, VllmConfig) and engine.kv_mib is None and not engine.addresses:
-        raise ConfigError(
-            f"{refused}engine.kv_mib is unset, so each server has memory for engine.slots = {engine.slots} conversations of"
-            f" engine.max_length = {engine.max_length} tokens. Leave it at 1, or set engine.kv_mib to less than that."
-        )
 
 
 def check_longest(
@@ -189,7 +167,7 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
             yield from _check_same_device(name, trainer, recipe.engine)
         yield from _check_heads(name, trainer.sequence_parallel, recipe)
     if isinstance(config, PlayedKeys) and stage.is_judged:
-        yield from _check_reward(f"stages.{name}", config.reward, machine)
+        yield from _check_reward(f"stages.{name}", config.reward, recipe, machine)
 
 
 def _check_tool_names(name: str, limits: RolloutLimits, recipe: Recipe) -> Iterator[ConfigError]:
@@ -245,12 +223,13 @@ def scorer_parts_of(reward: Reward) -> dict[str, ScorerPart.Config]:
     return {name: part.config for name, part in reward.parts.items() if isinstance(part, ScorerPart)}
 
 
-def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[UserError]:
-    """The device of a reward model is not on this machine, or its directory holds no reward model."""
+def _check_reward(stage: str, reward: Reward, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+    """A reward model reads other text than it was trained on, its device is not here, or its directory holds none."""
     for name, part in scorer_parts_of(reward).items():
         key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
         if isinstance(scorer, EmbeddedScorerConfig):
             yield from _check_device(scorer.device, key, machine)
+            yield from _check_judged(stage, name, part, recipe.stages.get(scorer.stage or ""))
         if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
             continue
         try:
@@ -259,6 +238,16 @@ def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[User
             ExchangeFormat(Path(scorer.path))
         except UserError as error:
             yield (UserError if Path(scorer.path).exists() else NotThere)(f"{key}.path: {error}")
+
+
+def _check_judged(stage: str, name: str, part: ScorerPart.Config, trained: Stage | None) -> Iterator[ConfigError]:
+    for key in ("judged_on", *(["think_tag"] if part.judged_on == "summary" else [])):
+        mine, theirs = getattr(part, key), getattr(trained and trained.config, key, None)
+        if theirs is not None and mine != theirs:
+            yield ConfigError(
+                f'{stage}.reward.parts.{name}.{key} is "{mine}", but that of the stage that trains its model is "{theirs}". Set'
+                " both to the same value."
+            )
 
 
 def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[str, Path]:
