@@ -4,8 +4,7 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from strop import Stage
-from strop.recipe.graph import Input, Product
-from strop.recipe.stage import Estimate, StageResult
+from strop.recipe.stage import Estimate, Input, Product, StageResult
 from strop.stages.context import product_of
 from strop.training.models import load_model
 

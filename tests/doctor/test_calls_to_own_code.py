@@ -12,8 +12,7 @@ GOOD = '''
 import torch
 from strop import Environment, Reward, Stage, Task, TaskSource, TextEnvironment, Tool
 from strop.algorithms.grpo import GRPO
-from strop.recipe.graph import Product
-from strop.recipe.stage import Estimate
+from strop.recipe.stage import Estimate, Product
 from strop.tools import ToolResult, ToolSpec
 from strop.types import ToolOutcome
 

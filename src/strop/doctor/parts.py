@@ -16,9 +16,8 @@ from strop.engine.config import EngineChoice
 from strop.engine.opening import open_engines
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import PlayedKeys
+from strop.recipe.stage import PlayedKeys, Product
 from strop.rewards import RunService, make_reward
 from strop.rewards.base import Reward
 from strop.rollout.chat_template import ChatFormat

@@ -11,9 +11,8 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.pipeline.run import TrainResult
 from strop.pipeline.run import train as run_recipe
-from strop.recipe.graph import Product
 from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
-from strop.recipe.stage import STAGE_BEFORE, Stage
+from strop.recipe.stage import STAGE_BEFORE, Product, Stage
 from strop.registry import checked
 from strop.reports.console import ConsoleProgress
 from strop.stages.context import Progress

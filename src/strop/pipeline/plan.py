@@ -18,9 +18,8 @@ from strop.engine.config import AnyEngine, ServerConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, NotThere, UserError
 from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys
+from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Product
 from strop.reports.terminal import PlannedStage
 from strop.run_directory import RunDirectory
 from strop.runs.resume import Starts, named_starts, stages_to_run

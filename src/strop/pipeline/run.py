@@ -20,9 +20,8 @@ from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
 from strop.errors import TrainerLost
 from strop.pipeline.plan import check_nodes, check_stages, roles_of
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import StageResult
+from strop.recipe.stage import Product, StageResult
 from strop.reports.log import machine_hours, steps_of, utilisation
 from strop.reports.page import write_report
 from strop.reports.trackers import make_trackers

@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, next_to, validate
 from strop.errors import ConfigError
-from strop.recipe.graph import Product
 from strop.recipe.load import check_stages, load_recipe
 from strop.recipe.recipe import Recipe
+from strop.recipe.stage import Product
 
 _OWN_KEYS = {"seed": "seeds = [0, 1]", "name": 'name = "..." at the top of the sweep file'}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -13,9 +13,8 @@ from strop.algorithms.losses import Mismatch
 from strop.cluster.config import ClusterConfig
 from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
-from strop.errors import ConfigError
-from strop.recipe.graph import Input, in_order
-from strop.recipe.stage import Stage
+from strop.errors import ConfigError, did_you_mean
+from strop.recipe.stage import Input, Product, Stage
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.sandbox.config import SandboxConfig
 from strop.tools.protocol import ToolKind
@@ -89,8 +88,73 @@ def _inputs(stage: Stage) -> tuple[Input, ...]:
     with user_code.blaming():
         found = user_code.expect(stage.inputs(), tuple, stage.inputs, what=what)
     if not all(isinstance(each, Input) for each in found):
-        raise user_code.returned(stage.inputs, found, "Return a tuple of strop.recipe.graph.Input", what=what)
+        raise user_code.returned(stage.inputs, found, "Return a tuple of strop.recipe.stage.Input", what=what)
     return found
+
+
+Inputs: TypeAlias = Mapping[str, Sequence[Input]]
+"""What each stage reads, by the stage's name."""
+
+
+def in_order(makes: Mapping[str, Product], inputs: Inputs) -> list[str]:
+    """Return the stages such that each comes after its inputs, and otherwise as they are written.
+
+    Raises:
+        ValueError: an input does not exist or makes something else, or stages depend on each other in a circle.
+    """
+    if problems := [problem for name in inputs for problem in _unknown(name, inputs)]:
+        raise ValueError(" ".join(problems))
+    order: list[str] = []
+    waiting = list(inputs)
+    while waiting:
+        ready = next((name for name in waiting if all(each.stage in order for each in inputs[name])), None)
+        if ready is None:
+            raise ValueError(f"{_circle(waiting, inputs)}. Let one of them start from another stage.")
+        order.append(ready)
+        waiting.remove(ready)
+    if problems := _of_wrong_kind(order, makes, inputs):
+        raise ValueError(" ".join(problems))
+    return order
+
+
+def _unknown(name: str, inputs: Inputs) -> list[str]:
+    problems = []
+    for each in inputs[name]:
+        if each.stage not in inputs:
+            others = [other for other in inputs if other != name]
+            hint = did_you_mean(each.stage, others) or f" The other stages: {', '.join(others) or 'none'}."
+            problems.append(f"stages.{name}.{each.key} names {each.stage!r}, which is no stage of the recipe.{hint}")
+    return problems
+
+
+def _of_wrong_kind(order: Sequence[str], declared: Mapping[str, Product], inputs: Inputs) -> list[str]:
+    makes: dict[str, Product] = {}
+    problems = []
+    for name in order:
+        makes[name] = makes[inputs[name][0].stage] if declared[name] is Product.SAME else declared[name]
+    for name in order:
+        wrong = [each for each in inputs[name] if makes[each.stage] not in each.wants]
+        for each in wrong:
+            fitting = [other for other in order if other != name and makes[other] in each.wants]
+            problems.append(
+                f"stages.{name}.{each.key} names {each.stage!r}, which makes {makes[each.stage]}, but needs"
+                f" {' or '.join(each.wants)}. Stages that make this: {', '.join(fitting) or 'none'}."
+            )
+        kinds = {makes[each.stage] for each in inputs[name] if each.key == "data"}
+        if not wrong and len(kinds) > 1:
+            problems.append(f"stages.{name}.data names stages that make {' and '.join(sorted(kinds))}. Name only one kind.")
+    return problems
+
+
+def _circle(waiting: Sequence[str], inputs: Inputs) -> str:
+    """Return the first circle among stages of which each waits for another."""
+    path = [waiting[0]]
+    while True:
+        following = next(each.stage for each in inputs[path[-1]] if each.stage in waiting)
+        if following in path:
+            circle = [*path[path.index(following) :], following]
+            return "stages depend on each other in a circle: " + " -> ".join(circle)
+        path.append(following)
 
 
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -13,7 +14,6 @@ from pydantic import Field, model_validator
 from strop import config as configs
 from strop.config import Config
 from strop.engine.config import EngineChoice
-from strop.recipe.graph import Input, Product
 from strop.registry import Component
 from strop.rewards import MathReward, Reward, SumReward
 from strop.rewards.scorers import EmbeddedScorerConfig
@@ -33,6 +33,31 @@ if TYPE_CHECKING:
 _NUM_FIRST_TASKS = 64
 STAGE_BEFORE = "the stage before"
 """`init` of a stage that was made in Python without one; `strop.train` replaces it."""
+
+
+class Product(StrEnum):
+    """What a stage makes for other stages."""
+
+    MODEL = "a model"
+    TASKS = "tasks"
+    CONVERSATIONS = "conversations"
+    REWARD_MODEL = "a reward model"
+    EVALUATION = "an evaluation"
+    SAME = "the kind of its input"  # of stages that take tasks or conversations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A stage from which another one reads: the key that names it, and what it may make."""
+
+    key: str
+    stage: str
+    wants: tuple[Product, ...]
+
+    @classmethod
+    def each(cls, key: str, stages: Iterable[str], *wants: Product) -> tuple[Self, ...]:
+        """Return an input for each of `stages`."""
+        return tuple(cls(key=key, stage=stage, wants=wants) for stage in stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from strop.errors import ConfigError, RunError, did_you_mean
-from strop.recipe.graph import with_dependents
 from strop.recipe.recipe import Recipe
 from strop.run_directory import RunDirectory, cut_back, names_damage, read_json, read_lines, write_json, write_text
 from strop.runs.lineage import Lineage, lineages, mark_stale, parents_of, recorded_lineage, why_stale
@@ -77,7 +76,11 @@ def _with_what_they_need(recipe: Recipe, names: Sequence[str]) -> set[str]:
 
 def stages_to_rerun(recipe: Recipe, start: Starts) -> set[str]:
     """Return the stages in `start` and everything that depends on them."""
-    return with_dependents(named_starts(start), {name: parents_of(recipe, name) for name in recipe.stages})
+    found = set(named_starts(start))
+    for name in recipe.stages:
+        if found & set(parents_of(recipe, name)):
+            found.add(name)
+    return found
 
 
 @names_damage

@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import Field
 
 from strop.errors import TaskError
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.rollout.chat_template import ChatFormat, Span
 from strop.rollout.chat_template import Message as ChatMessage
 from strop.rollout.demonstrate import retold, said_ids, stops_at_call

@@ -13,9 +13,8 @@ from pydantic import Field
 from strop.curation.config import CurationConfig, load_curation
 from strop.curation.run import named_files, run_curation
 from strop.errors import ConfigError, TaskError, UserError
-from strop.recipe.graph import Input, Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.recipe.stage import Estimate, Input, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
 from strop.run_directory import RunDirectory
 from strop.stages.context import StageContext

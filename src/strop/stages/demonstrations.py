@@ -20,9 +20,8 @@ from pydantic import Field
 
 from strop.errors import MachineError, TaskError
 from strop.evaluation.metrics import Verdict, verdict_of
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, PosedKeys, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, PosedKeys, Product, Stage, StageResult
 from strop.rewards import judge_group, make_reward
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import demonstrate, in_form_of

@@ -13,9 +13,8 @@ from pydantic import Field
 from strop.evaluation.metrics import ResponseKind, Verdict, num_sampled_tokens, verdict_of
 from strop.evaluation.results import figures_of, problem_of, write_eval
 from strop.evaluation.short_answers import read_answer, read_letter
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.recipe.stage import Estimate, Machine, Product, StageResult
 from strop.rewards.base import Reward, RunService
 from strop.rewards.sum import FunctionPart, SumReward
 from strop.runs.lineage import weights_digest

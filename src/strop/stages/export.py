@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from strop.recipe.graph import Input, Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.recipe.stage import Estimate, Input, Machine, Product, Stage, StageResult
 from strop.run_directory import read_json, write_directory, write_json
 from strop.stages.context import StageContext, product_of
 

@@ -24,9 +24,8 @@ from strop.engine.servers.process import ServerProcess
 from strop.errors import ConfigError, NotThere, RunError, UserError
 from strop.evaluation.endpoint import Endpoint, EngineAnswers, ServerAnswers, serving
 from strop.evaluation.results import write_eval
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Sampled, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, Product, Sampled, Stage, StageResult
 from strop.rollout.scheduler.engine_pool import engine_name
 from strop.run_directory import read_json, write_json
 from strop.runs.lineage import weights_digest

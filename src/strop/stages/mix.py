@@ -10,9 +10,8 @@ from typing import Any, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from strop.errors import TaskError
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.run_directory import iter_lines
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import kept_path

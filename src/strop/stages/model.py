@@ -17,9 +17,8 @@ from strop.config import Config
 from strop.engine.config import EngineConfig
 from strop.engine.model_directory import Architecture, config_of
 from strop.errors import ModelError, UserError
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Model, PosedKeys, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, Model, PosedKeys, Product, Stage, StageResult
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits
 from strop.rollout.player import SamplingConfig

@@ -11,8 +11,7 @@ from pydantic import Field
 from strop.curation.outcomes import outcome_of
 from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
-from strop.recipe.graph import Product
-from strop.recipe.stage import StageResult
+from strop.recipe.stage import Product, StageResult
 from strop.rewards.base import written
 from strop.rewards.language import scripts_of
 from strop.stages.context import StageContext, load_chat, product_of

@@ -16,9 +16,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Stage, StageResult, scoring_stages
+from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult, scoring_stages
 from strop.reports.number_format import counted
 from strop.rewards import SumReward
 from strop.rewards.base import Part

@@ -14,10 +14,9 @@ from strop.algorithms.method import WHOLE_REWARD, Column, Method, Selection, che
 from strop.analysis.statistics import are_missing, entropy_curves, scored_entropies
 from strop.errors import CannotLearnError, ConfigError, UserError
 from strop.evaluation.metrics import rollout_metrics, tool_call_metrics, verdict_of
-from strop.recipe.graph import Input, Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
-from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.recipe.stage import Estimate, Input, Machine, Product, StageResult
 from strop.reports.number_format import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of

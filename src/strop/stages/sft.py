@@ -13,9 +13,8 @@ from pydantic import Field, model_validator
 
 from strop.errors import ConfigError, TaskError, UserError
 from strop.evaluation.metrics import verdict_of
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
 from strop.rollout.chat_template import ChatFormat
 from strop.run_directory import iter_lines

@@ -12,10 +12,9 @@ from pydantic import Field, model_validator
 from strop.config import Config
 from strop.errors import ConfigError, UserError
 from strop.evaluation.metrics import verdict_of
-from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, problem_with, switched
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, Trained
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Product, Sampled, Stage, Trained
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
