@@ -115,14 +115,14 @@ def test_prompts_are_posed_as_the_stage_says_and_the_tokens_of_responses_alone_a
         return pack(pairs)
 
     monkeypatch.setattr(dpo_stage, "pack_pairs", watch)
-    pairs, prompt = write_pairs(tmp_path / "pairs.jsonl", num=3), tmp_path / "kind.toml"
+    pairs, prompt = write_pairs(tmp_path / "pairs.jsonl", num=4), tmp_path / "kind.toml"
     prompt.write_text(
         'source = "here"\nprefill = "Well, "\nmessages = [{ role = "system", content = "Be kind." },'
         ' { role = "user", content = "Q: {question}" }]\n'
     )
-    made = run_recipe(tmp_path / "run", recipe(pairs, epochs=1, prompt=str(prompt), test_path=str(pairs)))
+    made = run_recipe(tmp_path / "run", recipe(pairs, epochs=1, prompt=str(prompt)))
     chat = load_chat(made.run.stage("base").model)
-    assert len(seen) == 3
+    assert len(seen) == 4
     for row in read_lines(pairs):
         pair = seen[load_prompt(str(prompt)).ids(chat, row["prompt"], [])]
         assert chat.decode(pair.prompt).endswith("Well, ")
@@ -150,7 +150,6 @@ def test_what_it_cannot_learn_from_is_named(tmp_path):
     other = labelled(tmp_path / "labelled.jsonl")
     faults = [
         (recipe(other), r"stages\.prefer\.path: .*labelled\.jsonl has single responses with labels, and DPO compares two"),
-        (recipe(pairs, test_path=str(other)), "labelled.jsonl: not of the form of"),
         (recipe(pairs, max_length=2), r"stages\.prefer: 0 preferences are left to learn from .* raise max_length"),
     ]
     for number, (faulty, words) in enumerate(faults):

@@ -250,10 +250,7 @@ PLAYED = {"demonstrator": {"kind": "arithmetic"}, "num_demonstrations": 2}
     ("stage", "key"),
     [
         ({"kind": "conversations", "path": "late.jsonl"}, "path"),
-        (
-            {"kind": "reward_model", "init": "rl", "path": "there.jsonl", "test_path": "late.jsonl", "judged_on": "response"},
-            "test_path",
-        ),
+        ({"kind": "reward_model", "init": "rl", "path": "late.jsonl", "judged_on": "response"}, "path"),
         ({"kind": "sft", "init": "rl", "tasks": LATE, "steps": 1, "batch_size": 1, **PLAYED}, "tasks"),
         ({"kind": "filter", "init": "rl", "tasks": {"kind": "lookup", "path": "late.jsonl"}, "num_tasks": 1}, "tasks"),
         (RECIPE["stages"]["rl"] | {"schedule": [{"at_step": 2, "tasks": LATE}]}, "schedule.tasks"),

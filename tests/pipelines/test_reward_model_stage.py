@@ -206,17 +206,15 @@ def test_a_rollout_of_rl_is_judged_by_it_on_all_that_the_policy_wrote(safe):
 def test_responses_of_one_label_are_refused_to_learn_from_and_told_of_to_be_measured_on(tmp_path):
     path = write_labelled(tmp_path / "labelled.jsonl")
     rows = path.read_text().splitlines(keepends=True)
-    safe, unsafe = tmp_path / "safe.jsonl", tmp_path / "unsafe.jsonl"
-    safe.write_text("".join(rows[::2]))
+    unsafe = tmp_path / "unsafe.jsonl"
     unsafe.write_text("".join(rows[1::2]))
     with pytest.raises(TaskError, match=r"stages\.helpful: 15 responses, all of them labelled unsafe, are left to learn from"):
         run_recipe(tmp_path / "one", recipe(unsafe, **SAFETY))
-    keys = SAFETY | {"epochs": 1, "test_path": str(safe)}
-    made = run_recipe(tmp_path / "both", recipe(path, **keys))
+    path.write_text("".join([*rows[:20:2], *rows[21::2]]))  # one response to each prompt
+    made = run_recipe(tmp_path / "both", recipe(path, **SAFETY | {"epochs": 1, "test_share": 0.01}))
     assert read_json(made.run.stage("helpful").path / "quality.json")["auc"] is None
     told = "\n".join(made.progress.warnings)
-    assert "20 responses, all of them labelled safe, are left to measure on, so there is no AUC" in told
-    assert f"20 of 20 preferences in {safe} have prompts that are in {path} too" in told
+    assert re.search("1 response, all of them labelled (safe|unsafe), are left to measure on, so there is no AUC", told)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from strop.stages.demonstrations import batch_at
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage, checked_steps
-from strop.stages.loop.updates import keep_skipped, single_update_metrics
+from strop.stages.loop.updates import keep_skipped
 from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.files import RowFile
 from strop.training.batch import TokenBatch
@@ -46,6 +46,7 @@ from strop.training.dpo import (
     rewards_of,
     with_advantages,
 )
+from strop.training.optimizer import UpdateReport
 from strop.training.preferences import Pair, Preference, read_preferences
 from strop.training.trainer import Trainer
 
@@ -56,8 +57,7 @@ class PreferenceKeys(CheckpointedKeys):
     """Keys of a stage that learns from preferences."""
 
     path: str = Field(description="A .jsonl of preferences: pairs, or single labelled responses.")
-    test_path: str | None = Field(default=None, description="File to measure on. Default: a share of `path`.")
-    test_share: float = Field(default=0.1, gt=0, lt=1, description="Share of the prompts of `path` to measure on.")
+    test_share: float = Field(default=0.1, gt=0, lt=1, description="Share of the prompts to measure on.")
     max_length: int = Field(default=8192, ge=2, description="Tokens of prompt and response; longer ones are left out.")
     epochs: int = Field(default=1, ge=1, description="Passes over the preferences.")
     batch_size: int = Field(default=64, ge=1, description="Preferences of one update.")
@@ -81,9 +81,9 @@ def open_sets(
     why_left_out: str,
     remedy: str,
 ) -> PreferenceSets[ItemT]:
-    """Return the preferences of `path`, and those of `test_path` or of a share of the prompts of `path`, as `opened` files.
+    """Return the preferences of `path`, without those of a share of its prompts, and the others, as `opened` files.
 
-    A warning says how many are left out, and how many prompts are in both files.
+    A warning says how many are left out.
 
     Args:
         keep: writes preferences that can be used into a directory.
@@ -94,31 +94,18 @@ def open_sets(
         TaskError: the preferences cannot be read, or none are left to learn from or to measure on.
     """
     found = read_preferences(Path(stage.path))
-    if stage.test_path is None:
-        prompts = (each.prompt for each in found)
-        train, test = split_by_prompt(prompts, share=stage.test_share, seed=context.seed("test"))
-        sets = [(found, train), (found, test)]
-    else:
-        other = read_preferences(Path(stage.test_path))
-        if type(found[0]) is not type(other[0]):
-            raise TaskError(f"{stage.test_path}: not of the form of {stage.path}: one has pairs, the other single responses.")
-        sets = [(each, array("Q", range(len(each)))) for each in (found, other)]
-        learnt = {_digest(each.prompt) for each in found}
-        if num_learnt := sum(_digest(each.prompt) in learnt for each in other):
-            context.warn(
-                f"{num_learnt} of {len(other)} preferences in {stage.test_path} have prompts that are in {stage.path} too."
-                " Remove them from one of the files."
-            )
-    fit = [opened.enter_context(keep(context.directory.path, (lines[number] for number in numbers))) for lines, numbers in sets]
-    num_found = sum(len(numbers) for _, numbers in sets)
-    num_left_out = num_found - len(fit[0]) - len(fit[1])
+    numbers = split_by_prompt((each.prompt for each in found), share=stage.test_share, seed=context.seed("test"))
+    train, test = (
+        opened.enter_context(keep(context.directory.path, (found[number] for number in of_set))) for of_set in numbers
+    )
+    num_left_out = len(found) - len(train) - len(test)
     if num_left_out:
-        context.warn(f"{num_left_out} of {num_found} preferences are left out: {why_left_out}")
-    if not len(fit[0]) or not len(fit[1]):
+        context.warn(f"{num_left_out} of {len(found)} preferences are left out: {why_left_out}")
+    if not len(train) or not len(test):
         raise TaskError(
-            f"stages.{context.name}: {len(fit[0])} preferences are left to learn from and {len(fit[1])} to measure on. {remedy}"
+            f"stages.{context.name}: {len(train)} preferences are left to learn from and {len(test)} to measure on. {remedy}"
         )
-    return PreferenceSets(train=fit[0], test=fit[1], num_left_out=num_left_out)
+    return PreferenceSets(train=train, test=test, num_left_out=num_left_out)
 
 
 def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple[array[int], array[int]]:
@@ -126,7 +113,8 @@ def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple
     places: dict[bytes, int] = {}  # by a digest of each prompt, since prompts may be long: its place among them
     of_row = array("Q")
     for prompt in prompts:
-        of_row.append(places.setdefault(_digest(prompt), len(places)))
+        digest = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        of_row.append(places.setdefault(digest, len(places)))
     order = array("Q", range(len(places)))
     random.Random(seed).shuffle(order)
     held_out = set(order[: max(1, round(share * len(order)))])
@@ -134,10 +122,6 @@ def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple
         array("Q", (number for number, place in enumerate(of_row) if place not in held_out)),
         array("Q", (number for number, place in enumerate(of_row) if place in held_out)),
     )
-
-
-def _digest(prompt: str) -> bytes:
-    return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def count_steps(context: StageContext, stage: PreferenceKeys, num: int) -> int:
@@ -236,32 +220,29 @@ async def _learn(
     """Take every step after the last checkpoint, and return the last metrics of the held-out pairs."""
     found: Mapping[str, float] = {}
 
-    async def take(step: int) -> dict[str, float]:
-        nonlocal found
+    async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
         started = time.perf_counter()
         pairs = batch_at(train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
         batch = await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
-        score_s = time.perf_counter() - started
+        figures = {"time/score_s": time.perf_counter() - started}
         rewards = rewards_of(batch, beta=stage.beta)
         batch = with_advantages(batch, rewards.margins, beta=stage.beta)
         update = trainer.update(batch, pair_token_loss, pair_token_statistics)
         report = await keep_skipped(context, batch, update, step=step)
-        figures = {
-            **single_update_metrics(report),
-            "time/score_s": score_s,
-            "time/step_s": time.perf_counter() - started,
-        }
         if not report.is_skipped:
             figures |= {f"dpo/{name}": value for name, value in rewards.figures().items()}
             figures["policy/entropy_nats"] = report.statistics["entropy_nats"]
-        if stage.validation.is_due(step, last=steps):
-            started = time.perf_counter()
-            found = await held_out.measure(step)
-            figures |= {f"validation/pair_{name}": value for name, value in found.items()}
-            figures["time/validation_s"] = time.perf_counter() - started
-        return figures
+        return report, figures
 
-    await take_updates(context, stage, trainer, steps, take)
+    async def validate(step: int) -> dict[str, float]:
+        nonlocal found
+        if not stage.validation.is_due(step, last=steps):
+            return {}
+        started, found = time.perf_counter(), await held_out.measure(step)
+        figures = {f"validation/pair_{name}": value for name, value in found.items()}
+        return figures | {"time/validation_s": time.perf_counter() - started}
+
+    await take_updates(context, stage, trainer, steps, take, validate)
     return found
 
 

@@ -5,7 +5,6 @@ The measure is how well scores separate good responses from bad ones, and how fa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -29,9 +28,10 @@ from strop.stages.dpo import PreferenceKeys, PreferenceSets, count_steps, open_s
 from strop.stages.loop.checkpoints import prune_finished
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingStage
-from strop.stages.loop.updates import keep_skipped, single_update_metrics
+from strop.stages.loop.updates import keep_skipped
 from strop.stages.loop.validation import write_saved
 from strop.tasks.files import RowFile
+from strop.training.optimizer import UpdateReport
 from strop.training.preferences import Preference, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer, pack_preferences
 
@@ -101,14 +101,11 @@ class RewardModel(TrainingStage):
 async def _learn(
     context: StageContext, stage: RewardModel.Config, trainer: RewardTrainer, train: RowFile[PreferenceRows], steps: int
 ) -> None:
-    async def take(step: int) -> dict[str, float]:
-        started = time.perf_counter()
+    async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
         batch = batch_at(train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
         report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
-        figures = {**single_update_metrics(report), "time/step_s": time.perf_counter() - started}
-        if not report.is_skipped:
-            figures |= {f"reward_model/{name}": value for name, value in {"loss": report.loss, **report.statistics}.items()}
-        return figures
+        found = {} if report.is_skipped else {"loss": report.loss, **report.statistics}
+        return report, {f"reward_model/{name}": value for name, value in found.items()}
 
     await take_updates(context, stage, trainer, steps, take)
 
@@ -159,10 +156,7 @@ def _check_labels(context: StageContext, sets: PreferenceSets[PreferenceRows]) -
             f"stages.{context.name}: {_all_of_a_label(sets.train)} to learn from. Give responses of both labels, or pairs."
         )
     if _has_one_label(sets.test):
-        context.warn(
-            f"{_all_of_a_label(sets.test)} to measure on, so there is no AUC. Raise test_share, or name a test_path with both"
-            " labels."
-        )
+        context.warn(f"{_all_of_a_label(sets.test)} to measure on, so there is no AUC. Raise test_share.")
 
 
 def _has_one_label(rows: RowFile[PreferenceRows]) -> bool:

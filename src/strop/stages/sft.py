@@ -33,13 +33,14 @@ from strop.stages.loop.engines import task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule, checked_steps
-from strop.stages.loop.updates import keep_skipped, single_update_metrics
+from strop.stages.loop.updates import keep_skipped
 from strop.stages.loop.validation import Validator, write_product
 from strop.stages.sampled import SampledStage
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.files import IndexedRows, RowFile
 from strop.tasks.protocol import Split
 from strop.tasks.rows import RowSource
+from strop.training.optimizer import UpdateReport
 from strop.training.sft import Demonstration, cut_into_rows, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
 
@@ -216,7 +217,7 @@ async def _imitate(
     """Take every step after the last checkpoint, and return the last loss. Raises as `take_updates`."""
     loss, has_warned = 0.0, False
 
-    async def take(step: int) -> dict[str, float]:
+    async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
         nonlocal loss, has_warned
         started = time.perf_counter()
         rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
@@ -224,22 +225,22 @@ async def _imitate(
         update = trainer.update(batch, sft_token_loss, sft_token_statistics)
         report = await keep_skipped(context, batch, update, step=step)
         elapsed = time.perf_counter() - started
-        figures = {} if validator is None else await validator.validate(trainer, step, stage, last=steps)
-        figures |= {**single_update_metrics(report), "time/step_s": elapsed}
         if report.is_skipped:
-            return figures
+            return report, {}
         loss = report.loss
         if report.grad_norm == 0 and not has_warned:
             has_warned = True
             context.warn(f"step {step}: the gradient is zero, so nothing is learnt. A learning rate may be far too high.")
-        return {
-            **figures,
+        return report, {
             "sft/loss": report.loss,
             "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
             "policy/entropy_nats": report.statistics["entropy_nats"],
         }
 
-    await take_updates(context, stage, trainer, steps, take)
+    async def validate(step: int) -> dict[str, float]:
+        return {} if validator is None else await validator.validate(trainer, step, stage, last=steps)
+
+    await take_updates(context, stage, trainer, steps, take, validate)
     return loss
 
 

@@ -17,8 +17,9 @@ from strop.stages.loop.checkpoints import CheckpointedKeys, CheckpointWriter
 from strop.stages.loop.ledger import settle_rollouts
 from strop.stages.loop.rollouts import StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
-from strop.stages.loop.updates import StepUpdates
+from strop.stages.loop.updates import StepUpdates, single_update_metrics
 from strop.stages.loop.validation import RECORD, Validator
+from strop.training.optimizer import UpdateReport
 from strop.training.trainer import Trainer
 from strop.training.weights import Checkpointed
 
@@ -116,12 +117,14 @@ async def take_updates(
     stage: CheckpointedKeys,
     trainer: Checkpointed,
     steps: int,
-    take: Callable[[int], Awaitable[Mapping[str, float]]],
+    take: Callable[[int], Awaitable[tuple[UpdateReport, Mapping[str, float]]]],
+    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None,
 ) -> None:
     """Take the steps after the last checkpoint of a stage without rollouts.
 
     Args:
-        take: (number from 1) -> metrics of the step.
+        take: (number from 1) -> the one update of the step, and its metrics.
+        validate: (number from 1) -> metrics of the policy after the step.
 
     Raises:
         CannotLearnError: too many updates in a row were skipped; the state before the last step is saved.
@@ -134,13 +137,16 @@ async def take_updates(
         started = time.perf_counter() - before_s
         for step in range(done + 1, steps + 1):
             await writer.check()
+            step_started = time.perf_counter()
             try:
-                figures = await take(step)
+                report, figures = await take(step)
             except CannotLearnError:
                 await writer.save_if_missing(step - 1)
                 raise
+            figures = {**figures, **single_update_metrics(report), "time/step_s": time.perf_counter() - step_started}
+            figures |= {} if validate is None else await validate(step)
             elapsed_s = time.perf_counter() - started - figures.get("time/validation_s", 0.0)
-            metrics.append(step, {**figures, "time/elapsed_s": elapsed_s})
+            metrics.append(step, figures | {"time/elapsed_s": elapsed_s})
             if writer.is_due(step) and step < steps:
                 await writer.save(step)
         metrics.close()
