@@ -16,8 +16,7 @@ from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
 from strop.rewards import make_reward
 from strop.sandbox import LocalSandbox
-from strop.stages.context import Silent, load_chat
-from strop.stages.data import open_tasks
+from strop.stages.context import Silent, load_chat, open_tasks
 from strop.stages.evaluation import Eval
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))

@@ -11,8 +11,7 @@ import pytest
 from scripted_runs import RECIPE, Watching, make_recipe, recipe_of, run_recipe
 from strop.errors import RunError, TaskError
 from strop.run_directory import LineWriter, RunDirectory, iter_lines, read_lines, write_json
-from strop.stages.context import StageContext
-from strop.stages.data import TASK, kept_path, tasks_to_play
+from strop.stages.context import TASK, StageContext, kept_path, tasks_to_play
 from strop.stages.demonstrations import batch_at
 from strop.stages.dpo import split_by_prompt
 from strop.tasks import RowTasks

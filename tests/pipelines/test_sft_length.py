@@ -7,7 +7,7 @@ import pytest
 from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import ConfigError
 from strop.run_directory import read_json, read_lines
-from strop.stages.data import TRAJECTORY
+from strop.stages.context import TRAJECTORY
 from strop.stages.demonstrations import as_demonstration
 
 

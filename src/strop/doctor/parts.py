@@ -25,8 +25,7 @@ from strop.run_directory import LineWriter, RunDirectory
 from strop.sandbox.local import open_service
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import ScriptedSandbox
-from strop.stages.context import Silent, StageContext, load_chat
-from strop.stages.data import open_tasks
+from strop.stages.context import Silent, StageContext, load_chat, open_tasks
 from strop.stages.loop.engines import prompt_lengths
 from strop.stages.model import ModelStage, find_model
 from strop.tools import open_tools

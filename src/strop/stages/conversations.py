@@ -21,8 +21,7 @@ from strop.rollout.chat_template import Message as ChatMessage
 from strop.rollout.demonstrate import retold, said_ids, stops_at_call
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import CallFormat, make_call_format
-from strop.stages.context import StageContext
-from strop.stages.data import TASK, TRAJECTORY, dropped_path, kept_path, tokenizer_digest
+from strop.stages.context import TASK, TRAJECTORY, StageContext, dropped_path, kept_path, tokenizer_digest
 from strop.stages.demonstrations import as_demonstration, thought_tag_problem
 from strop.tasks.conversations import Conversation, Message, as_row, conversation_of, read_conversations
 from strop.tasks.files import writing_rows

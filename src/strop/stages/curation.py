@@ -17,8 +17,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Input, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
 from strop.run_directory import RunDirectory
-from strop.stages.context import StageContext
-from strop.stages.data import kept_path, outcomes_path
+from strop.stages.context import StageContext, kept_path, outcomes_path
 from strop.stages.sampled import SampledStage
 
 _NOTE_EVERY_S = 30.0

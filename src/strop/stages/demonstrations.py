@@ -29,8 +29,17 @@ from strop.rollout.environment import ToolEnvironments, all_of
 from strop.rollout.player import Excluded, Judge
 from strop.rollout.prompt import Prompt, load_prompt
 from strop.run_directory import StageDirectory, iter_lines, shortened
-from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.data import TASK, TRAJECTORY, Row, conversation_maker, kept_path, open_tasks
+from strop.stages.context import (
+    TASK,
+    TRAJECTORY,
+    Row,
+    StageContext,
+    conversation_maker,
+    kept_path,
+    load_chat,
+    open_tasks,
+    product_of,
+)
 from strop.stages.loop.engines import task_files
 from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator
 from strop.tasks.files import IndexedRows, writing_rows

@@ -11,8 +11,7 @@ from strop.curation.outcomes import Outcome, outcome_of
 from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.stage import Product, StageResult
-from strop.stages.context import StageContext
-from strop.stages.data import dropped_path, kept_path, outcomes_path
+from strop.stages.context import StageContext, dropped_path, kept_path, outcomes_path
 from strop.stages.sampled import SampledKeys, SampledStage, play_tasks
 from strop.tasks.files import writing_rows
 

@@ -13,8 +13,7 @@ from strop.errors import TaskError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.run_directory import iter_lines
-from strop.stages.context import StageContext, product_of
-from strop.stages.data import kept_path
+from strop.stages.context import StageContext, kept_path, product_of
 from strop.tasks.files import RowFile, writing_rows
 
 

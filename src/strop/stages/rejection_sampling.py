@@ -14,8 +14,7 @@ from strop.evaluation.metrics import verdict_of
 from strop.recipe.stage import Product, StageResult
 from strop.rewards.base import written
 from strop.rewards.language import scripts_of
-from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.data import conversation_maker, dropped_path, kept_path, outcomes_path
+from strop.stages.context import StageContext, conversation_maker, dropped_path, kept_path, load_chat, outcomes_path, product_of
 from strop.stages.demonstrations import why_not_right
 from strop.stages.sampled import SampledKeys, SampledStage, play_tasks
 from strop.tasks.files import writing_rows

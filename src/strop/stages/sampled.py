@@ -15,8 +15,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, check_differ
 from strop.reports.number_format import counted
 from strop.runs.lineage import weights_digest
-from strop.stages.context import StageContext, product_of
-from strop.stages.data import tasks_to_play
+from strop.stages.context import StageContext, product_of, tasks_to_play
 from strop.stages.loop.engines import check_needs, played_in_words, task_files
 from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
 from strop.stages.loop.rollouts import open_player

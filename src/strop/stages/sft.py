@@ -18,9 +18,8 @@ from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
 from strop.rollout.chat_template import ChatFormat
 from strop.run_directory import iter_lines
-from strop.stages.context import StageContext, load_chat, product_of
+from strop.stages.context import Row, StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations
-from strop.stages.data import Row
 from strop.stages.demonstrations import (
     attempts_in,
     batch_at,

@@ -25,8 +25,7 @@ from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments, Tools
 from strop.rollout.prompt import load_prompt
 from strop.rollout.scheduler.engine_pool import EngineObserver, EnginePool, engine_name
-from strop.stages.context import StageContext
-from strop.stages.data import open_tasks
+from strop.stages.context import StageContext, open_tasks
 from strop.tasks.protocol import Split, TaskSource
 from strop.tools.protocol import Tool
 from strop.training.config import TrainerConfig

@@ -31,8 +31,7 @@ from strop.rollout.prompt import load_prompt
 from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.rollout.scheduler.report import BatchReport
 from strop.run_directory import write_json
-from strop.stages.context import StageContext, load_chat
-from strop.stages.data import tasks_to_play
+from strop.stages.context import StageContext, load_chat, tasks_to_play
 from strop.stages.loop.engines import check_longest, open_engine_pool
 from strop.stages.loop.ledger import Rollouts, StepLedger, write_timeline
 from strop.stages.loop.training_stage import RolloutKeys

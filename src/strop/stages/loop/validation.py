@@ -10,8 +10,7 @@ from typing import Any
 
 from strop.recipe.stage import PlayedKeys
 from strop.run_directory import read_json, write_directory, write_json
-from strop.stages.context import StageContext
-from strop.stages.data import open_tasks
+from strop.stages.context import StageContext, open_tasks
 from strop.stages.evaluation import Eval, Voting, summarise
 from strop.stages.loop.checkpoints import CheckpointedKeys, prune_finished
 from strop.stages.loop.rollouts import GroupPlayer
