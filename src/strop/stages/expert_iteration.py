@@ -22,7 +22,7 @@ from strop.stages.demonstrations import as_demonstration
 from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
-from strop.stages.loop.updates import StepUpdates, UnusedRewards, keep_skipped, why_nothing_learned, why_some_are_void
+from strop.stages.loop.updates import StepUpdates, keep_skipped, why_nothing_learned
 from strop.stages.loop.validation import write_product
 from strop.training.config import Schedule
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
@@ -34,7 +34,6 @@ class ExpertIterationRun:
 
     def __init__(self, context: StageContext, stage: ExpertIteration.Config, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
-        self.unused_rewards = UnusedRewards(context)
 
     async def step(self, step: int, stage: ExpertIteration.Config, weights: str) -> StepResult:
         """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
@@ -51,7 +50,6 @@ class ExpertIterationRun:
         problems = why_nothing_learned(selections, updates, "", none_kept)
         if not updates.policy:
             updates.leave_out(stage.epochs, problems[0], update=self.trainer.num_updates)
-        problems += why_some_are_void(groups, self.context.directory.rollouts(step)) if problems else []
         watch.lap("time/update_s")
         # Imitation is a policy gradient whose advantage is 1 for every token that is kept.
         imitated = [[torch.ones(len(each.trajectory.ids)) for each in selection.kept] for selection in selections]
@@ -63,8 +61,6 @@ class ExpertIterationRun:
         if num:
             metrics["rollout/kept_fraction"] = metrics["groups/rollouts_used"] / num
         metrics |= updates.metrics() | {"rollout/tokens_per_s": played.tokens_per_s, **watch.times}
-        self.unused_rewards.look(step, stage, groups)
-        self.context.event("step_finished", step=step, weights=weights)
         return StepResult(metrics=metrics, weights=weights, problems=problems, updates=updates)
 
     async def imitate(self, step: int, selections: Sequence[Selection]) -> StepUpdates:

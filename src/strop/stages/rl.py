@@ -26,7 +26,6 @@ from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_schedule
 from strop.stages.loop.updates import (
     StepUpdates,
-    UnusedRewards,
     critic_metrics,
     gap_metrics,
     is_solved,
@@ -34,7 +33,6 @@ from strop.stages.loop.updates import (
     scored_advantages,
     why_none_kept,
     why_nothing_learned,
-    why_some_are_void,
     why_tied,
 )
 from strop.stages.loop.validation import write_product
@@ -48,7 +46,6 @@ class RLRun:
 
     def __init__(self, context: StageContext, stage: RL.Config, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
-        self.unused_rewards = UnusedRewards(context)
         self.ahead = AsyncRollouts(context, stage, ahead, rollouts, self.play) if (ahead := stage.async_rollouts) else None
 
     async def step(self, step: int, stage: RL.Config, weights: str) -> StepResult:
@@ -101,10 +98,7 @@ class RLRun:
         if not metrics.get("rollout/staleness_max"):
             metrics |= gap_metrics(batches, updates.policy)
         metrics |= {"rollout/tokens_per_s": played.tokens_per_s, "time/rollout_s": played.time_s, **watch.times}
-        self.unused_rewards.look(step, stage, groups)
-        self.context.event("step_finished", step=step, weights=weights)
         problems = [] if is_solved(metrics, tie) else problems
-        problems += why_some_are_void(groups, self.context.directory.rollouts(step)) if problems else []
         return StepResult(metrics=metrics, weights=weights, problems=problems, updates=updates)
 
     async def play(self, step: int, stage: RL.Config, weights: str) -> PlayedStep:

@@ -22,7 +22,7 @@ from strop.engine.protocol import Capabilities
 from strop.engine.publication import Publication
 from strop.evaluation.metrics import num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
-from strop.rewards import judge_group, make_reward
+from strop.rewards import SumReward, judge_group, make_reward
 from strop.rollout.branching import Branching, branch_metrics, entropy_warning
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import ToolEnvironments
@@ -204,6 +204,7 @@ class StepRollouts:
         self.reuse: Callable[[int, Rollouts], Rollouts] | None = None  # in flight over publications: `StepLedger`'s, by step
         engine = player.context.recipe.engine
         self._sleeps = engine.sleeps or not engine.is_apart
+        self._warned_of: set[str] = set()  # parts of the reward
         self._sources: list[tuple[TaskSource, TaskSource]] = []
         for each in stage.with_each_tasks():
             source = tasks_to_play(player.context, each)
@@ -284,7 +285,21 @@ class StepRollouts:
             if self._stage.staleness:  # so that a resumed run finds it
                 ledger.closed(groups, figures=played.figures, time_s=played.time_s)
         write_timeline(context, step, reports[0])
+        self._warn_of_unused_rewards(step, stage, groups)
         return played
+
+    def _warn_of_unused_rewards(self, step: int, stage: RolloutKeys, groups: Sequence[Group]) -> None:
+        """Warn once of each part of the reward that has no task in a step, unless other tasks are still to come."""
+        switched_tasks = [entry.tasks for entry in stage.schedule if entry.tasks is not None]
+        if not isinstance(stage.reward, SumReward) or (switched_tasks and switched_tasks[-1] != stage.tasks):
+            return
+        for name, why in stage.reward.unused_parts([group.task for group in groups]).items():
+            if name not in self._warned_of:
+                self._warned_of.add(name)
+                self._context.warn(
+                    f"step {step}: reward.parts.{name} is for none of its {len(groups)} tasks: {why} If no later step has such"
+                    " tasks, correct `where`, or add the column to tasks.facts."
+                )
 
     def _refills(self, step: int, rounds: int) -> Iterator[int]:
         """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
@@ -14,7 +15,7 @@ from strop.run_directory import read_json
 from strop.stages.context import StageContext, StageMetrics
 from strop.stages.loop import checkpoints
 from strop.stages.loop.checkpoints import CheckpointedKeys, CheckpointWriter
-from strop.stages.loop.ledger import settle_rollouts
+from strop.stages.loop.ledger import settle_rollouts, void_reasons
 from strop.stages.loop.rollouts import StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.stages.loop.updates import StepUpdates, single_update_metrics
@@ -186,6 +187,7 @@ async def take_steps(
                 await writer.save_if_missing(step - 1)
                 raise
             weights = result.weights
+            context.event("step_finished", step=step, weights=weights)
             is_due = stage.validation is not None and stage.validation.is_due(step, last=stage.steps)
             clock.step_finished(is_validated=is_due)
             over = _why_over_early(stage, [*log.steps, result.metrics])
@@ -209,7 +211,8 @@ async def take_steps(
                     context.warn(f"ended after step {step}: {ended.why_over}")
             if stage.schedule and step < stage.steps and not over and not clock.is_spent:
                 await schedule.follow(step)
-            for problem in result.problems:
+            problems = [*result.problems, *(_why_void(context, step) if result.problems else ())]
+            for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
             # The last step is always saved: a resumed run must not find time, or a reason, for another.
@@ -221,7 +224,7 @@ async def take_steps(
             if is_hopeless:
                 raise CannotLearnError(
                     f"stages.{context.name}: {num_stuck} steps in a row could not learn; of step {step}:"
-                    f" {'; '.join(result.problems)} Everything up to step {step} is in {context.directory.path}. Try easier"
+                    f" {'; '.join(problems)} Everything up to step {step} is in {context.directory.path}. Try easier"
                     " tasks, a better starting point (SFT), more rollouts per task, or raise give_up_after to continue."
                 )
         log.close()
@@ -229,6 +232,12 @@ async def take_steps(
         await asyncio.to_thread(writer.settling.join)
     await asyncio.to_thread(settle, step)
     return _taken(context, stage, log.steps)
+
+
+def _why_void(context: StageContext, step: int) -> list[str]:
+    """A sentence with the most frequent reason where rollouts of a step are void."""
+    reasons = Counter(void_reasons(context.directory.rollouts(step)))
+    return [f"{reasons.total()} rollouts are void, most often because: {why.rstrip('.')}." for why, _ in reasons.most_common(1)]
 
 
 def _taken(context: StageContext, stage: RolloutKeys, steps: Steps) -> Taken:

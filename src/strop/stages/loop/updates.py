@@ -16,14 +16,11 @@ from torch import Tensor
 from strop.algorithms.method import Column, Method, RewardedRows, Selection, checked_advantages
 from strop.algorithms.ppo import explained_variance
 from strop.errors import CannotLearnError
-from strop.rewards import SumReward
 from strop.run_directory import writing_to
 from strop.stages.context import StageContext
-from strop.stages.loop.ledger import void_reasons
-from strop.stages.loop.training_stage import RolloutKeys
 from strop.training.batch import TokenBatch, in_canonical_order
 from strop.training.optimizer import UpdateReport
-from strop.types import Group, RolloutKey, ScoredTrajectory
+from strop.types import Group, ScoredTrajectory
 
 _MAX_KEPT = 8  # skipped batches of a stage
 
@@ -197,7 +194,8 @@ def scored_advantages(
         for rows, batch in zip(rows_of, batches, strict=True)
     ]
     if method.critic is None:
-        return _penalized(method, selections, rows_of, updates, batches) or (batches, advantages)
+        penalties = [of_update for update in updates if (of_update := method.penalties(update)) is not None]
+        return _penalized(method, selections, rows_of, penalties, batches) if penalties else (batches, advantages)
     estimates = method.critic.token_advantages(updates)
     judged = [
         dataclasses.replace(batch, advantages=estimate.advantages, columns={**batch.columns, Column.RETURNS: estimate.returns})
@@ -215,23 +213,19 @@ def _penalized(
     method: Method,
     selections: Sequence[Selection],
     rows_of: Sequence[Sequence[ScoredTrajectory]],
-    updates: Sequence[RewardedRows],
+    penalties: Sequence[Tensor],
     batches: Sequence[TokenBatch],
-) -> tuple[list[TokenBatch], list[list[Tensor]]] | None:
-    """With advantages of what the method's penalties leave of the rewards; None where it has none."""
-    left: dict[RolloutKey, ScoredTrajectory] = {}
-    for rows, update in zip(rows_of, updates, strict=True):
-        if (penalties := method.penalties(update)) is None:
-            return None
-        for scored, penalty in zip(rows, penalties.tolist(), strict=True):
-            left[scored.trajectory.key] = dataclasses.replace(scored, reward=scored.reward - penalty)
-    groups = [
-        dataclasses.replace(
-            each.group, trajectories=tuple(left.get(one.trajectory.key, one) for one in each.group.trajectories)
-        )
-        for each in selections
-    ]
-    penalized = [dataclasses.replace(each, group=group) for each, group in zip(selections, groups, strict=True)]
+) -> tuple[list[TokenBatch], list[list[Tensor]]]:
+    """With advantages of what `penalties`, one for each row of a batch, leave of the rewards."""
+    left = {
+        scored.trajectory.key: dataclasses.replace(scored, reward=scored.reward - penalty)
+        for rows, of_rows in zip(rows_of, penalties, strict=True)
+        for scored, penalty in zip(rows, of_rows.tolist(), strict=True)
+    }
+    penalized = []
+    for each in selections:
+        trajectories = tuple(left.get(one.trajectory.key, one) for one in each.group.trajectories)
+        penalized.append(dataclasses.replace(each, group=dataclasses.replace(each.group, trajectories=trajectories)))
     advantages = checked_advantages(method, penalized)
     of_key = {
         scored.trajectory.key: of_tokens
@@ -311,16 +305,6 @@ def is_solved(metrics: Mapping[str, float], tie: str) -> bool:
     return metrics.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or metrics.get("update/grad_norm", 0.0) == 0)
 
 
-def why_some_are_void(groups: Sequence[Group], rollouts: Path) -> list[str]:
-    """A sentence where rollouts are void, with the most frequent reason in the ledger of the file `rollouts`."""
-    num_void = sum(group.num_void for group in groups)
-    reasons = Counter(void_reasons(rollouts)).most_common(1) if num_void else []
-    if not reasons:
-        return []
-    num = num_void + sum(len(group.trajectories) for group in groups)
-    return [f"{num_void} of {num} rollouts are void, most often because: {reasons[0][0].rstrip('.')}."]
-
-
 def _why_calls_fail(groups: Sequence[Group]) -> list[str]:
     """A sentence where every tool call of the step failed, with what the policy was shown last; a rare call is no sign."""
     of_each = [each.trajectory.calls for group in groups for each in group.trajectories]
@@ -335,25 +319,3 @@ def _how_many_cut_off(groups: Sequence[Group]) -> str:
     scored = [each.trajectory for group in groups for each in group.trajectories]
     num = sum(each.is_truncated for each in scored)
     return f" {num} of {len(scored)} rollouts {'was' if num == 1 else 'were'} cut off at sampling.max_tokens." if num else ""
-
-
-class UnusedRewards:
-    """Warns once of each part of a reward that has no task in a step."""
-
-    def __init__(self, context: StageContext) -> None:
-        self._context = context
-        self._warned: set[str] = set()
-
-    def look(self, step: int, stage: RolloutKeys, groups: Sequence[Group]) -> None:
-        """Look at the tasks of a step of `stage`, with the settings that it had."""
-        reward = stage.reward
-        switched_tasks = [entry.tasks for entry in stage.schedule if entry.tasks is not None]
-        if not isinstance(reward, SumReward) or (switched_tasks and switched_tasks[-1] != stage.tasks):
-            return
-        for name, why in reward.unused_parts([group.task for group in groups]).items():
-            if name not in self._warned:
-                self._warned.add(name)
-                self._context.warn(
-                    f"step {step}: reward.parts.{name} is for none of its {len(groups)} tasks: {why} If no later step has such"
-                    " tasks, correct `where`, or add the column to tasks.facts."
-                )
