@@ -14,11 +14,8 @@ CHOICE = "strop.evaluation.short_answers:right_letter"
 
 def votes(reward, *attempts):
     async def ask():
-        voting = Voting(reward)
-        try:
+        async with Voting(reward) as voting:
             return await voting.votes([group_of(*attempts)])
-        finally:
-            await voting.close()
 
     found = asyncio.run(ask())
     return None if found is None else found[0]
@@ -86,7 +83,7 @@ def test_what_is_right_of_some_tasks_alone_is_read_there_and_what_has_no_answers
     assert voting.without_answers([choice, number, void]) == []
     assert asyncio.run(voting.votes([choice, program])) is None
     assert voting.without_answers([choice, program]) == ["program"]
-    asyncio.run(voting.close())
+    asyncio.run(voting.__aexit__())
 
 
 @pytest.mark.parametrize("reward", [CodeReward(), of_function("builtins:len")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, field_validator
@@ -74,6 +74,14 @@ class Recipe(Config):
         """Return the recipe as the stage `name` sees it: with the stage's own engine, if it has one."""
         own = getattr(self.stages[name].config, "engine", None)
         return self if own is None else self.model_copy(update={"engine": own})
+
+    def with_parents(self, names: Iterable[str]) -> list[str]:
+        """Return these stages and every stage that they depend on, in the order in which they run."""
+        found = set(names)
+        for name in reversed(self.stages):  # each before the stages that it reads from
+            if name in found:
+                found |= {each.stage for each in self.stages[name].inputs()}
+        return [name for name in self.stages if name in found]
 
     def origin_of(self, name: str) -> str:
         """The stage whose weights the stage `name` was trained from in the first place: itself where it has no `init`."""

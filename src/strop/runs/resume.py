@@ -50,10 +50,8 @@ def stages_to_run(recipe: Recipe, until: str | None, start: Starts, only: Starts
             )
     if wanted and until is not None:
         raise ConfigError(f"--only {wanted[0]} and --until {until} exclude each other. Remove one of them.")
-    selected = tuple(names if until is None else names[: names.index(until) + 1])
-    if wanted:
-        needed = _with_what_they_need(recipe, wanted)
-        selected = tuple(name for name in names if name in needed)
+    up_to = names if until is None else names[: names.index(until) + 1]
+    selected = tuple(recipe.with_parents(wanted) if wanted else up_to)
     if late := [name for name in starts if name not in selected]:
         if wanted:
             raise ConfigError(
@@ -64,14 +62,6 @@ def stages_to_run(recipe: Recipe, until: str | None, start: Starts, only: Starts
             " stage in --until."
         )
     return selected
-
-
-def _with_what_they_need(recipe: Recipe, names: Sequence[str]) -> set[str]:
-    needed = set(names)
-    for name in reversed(recipe.stages):
-        if name in needed:
-            needed |= set(parents_of(recipe, name))
-    return needed
 
 
 def stages_to_rerun(recipe: Recipe, start: Starts) -> set[str]:

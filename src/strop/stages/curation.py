@@ -18,7 +18,7 @@ from strop.recipe.stage import Estimate, Input, Machine, Product, Stage, StageRe
 from strop.reports.number_format import counted
 from strop.run_directory import RunDirectory
 from strop.stages.context import StageContext, kept_path, outcomes_path
-from strop.stages.sampled import SampledStage
+from strop.stages.sampled import SampledKeys
 
 _NOTE_EVERY_S = 30.0
 
@@ -63,7 +63,7 @@ class Curation(Stage):
                 yield ConfigError(
                     f"stages.{name}.outcomes names the rule {kind!r}, but {self.config.recipe} has only {', '.join(kinds)}."
                 )
-            elif not isinstance(recipe.stages[other], SampledStage):
+            elif not isinstance(recipe.stages[other].config, SampledKeys):
                 yield ConfigError(
                     f"stages.{name}.outcomes.{kind} names {other!r}, a stage of kind {recipe.stages[other].kind!r}, which plays"
                     " no set of tasks. Name one of kind 'filter' or 'rejection_sampling'."

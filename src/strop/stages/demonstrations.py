@@ -275,18 +275,19 @@ async def _write_verdicts(
 
 
 async def _judged(judge: Judge, verdict: Verdict, task: Task, attempt: Trajectory) -> Row:
-    row = {"id": task.id, "source": task.source, "answer": task.answer}
+    parts: dict[str, float] = {}
     try:
         scored = await judge.score(task, attempt)
+        group = judge_group(judge.reward, Group(task=task, task_index=attempt.key.task_index, trajectories=(scored,)))
+        if group.trajectories:
+            reason, parts = why_not_right(verdict(group.trajectories[0])), dict(group.trajectories[0].reward_parts)
+        else:
+            why = scored.reward_parts.why if isinstance(scored.reward_parts, Excluded) else "no judge could judge it"
+            reason = f"void: {why}"
     except MachineError as error:
-        return {**row, "is_kept": False, "reason": f"void: {error}", "reward_parts": {}}
-    group = judge_group(judge.reward, Group(task=task, task_index=attempt.key.task_index, trajectories=(scored,)))
-    if not group.trajectories:
-        why = scored.reward_parts.why if isinstance(scored.reward_parts, Excluded) else "no judge could judge it"
-        return {**row, "is_kept": False, "reason": f"void: {why}", "reward_parts": {}}
-    [judged] = group.trajectories
-    reason = why_not_right(verdict(judged))
-    return {**row, "is_kept": not reason, "reason": reason, "reward_parts": dict(judged.reward_parts)}
+        reason = f"void: {error}"
+    row = {"id": task.id, "source": task.source, "answer": task.answer}
+    return {**row, "is_kept": not reason, "reason": reason, "reward_parts": parts}
 
 
 class DemonstrationsStage(Stage):

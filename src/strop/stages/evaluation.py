@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -35,7 +35,7 @@ _READERS: dict[str, Callable[[Trajectory], str]] = {
 class Voting:
     """The answer of each attempt, where answers that the task's judge takes for the same are one: the votes of maj@k (cons@k).
 
-    `close` releases what compares answers.
+    `async with` releases what compares answers.
 
     Args:
         service: compares answers; processes of its own by default.
@@ -71,7 +71,10 @@ class Voting:
         judging = dict.fromkeys(name for group in groups if (name := self._part_of(group)) is not None)
         return [name for name in judging if name not in self._readers]
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         for part in self._parts.values():
             await part.close()
 
@@ -153,12 +156,9 @@ class Eval(FixedSetStage):
             tools=_under_condition(context.tools, config.tools),
             tasks_at_once=config.num_tasks,
         )
-        voting = Voting(config.reward, context.runner)
-        try:
-            groups = [group async for group in playing]
+        groups = [group async for group in playing]
+        async with Voting(config.reward, context.runner) as voting:
             votes = await voting.votes(groups)
-        finally:
-            await voting.close()
         figures = summarise(config, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
         if votes is None and "accuracy" in figures:
             figures["maj_at_k_missing"] = f"no answers to compare: {', '.join(voting.without_answers(groups))}"

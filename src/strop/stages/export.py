@@ -37,7 +37,7 @@ class Export(Stage):
         context.started(1, 0)
         init = self.config.init
         model = product_of(context.run, init)
-        chain = [each for each in ancestry(context, init) if context.run.stage(each).lineage.exists()]
+        chain = [each for each in context.recipe.with_parents([init]) if context.run.stage(each).lineage.exists()]
         lineage = {name: read_json(context.run.stage(name).lineage) for name in chain}
 
         def fill(directory: Path) -> None:
@@ -50,16 +50,6 @@ class Export(Stage):
         write_directory(context.directory.model, fill)
         summary = f"the model of {init}, with its card and the lineage of {len(chain)} stages"
         return StageResult(summary=summary, product=context.directory.model)
-
-
-def ancestry(context: StageContext, name: str) -> list[str]:
-    """Return `name` and every stage that it depends on, in the order in which they ran."""
-    stages = context.recipe.stages
-    found = {name}
-    for each in reversed(list(stages)):  # each before the stages that it reads from
-        if each in found:
-            found |= {one.stage for one in stages[each].inputs()}
-    return [each for each in stages if each in found]
 
 
 def model_card(context: StageContext, stage: Export.Config, chain: list[str]) -> str:

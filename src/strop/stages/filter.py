@@ -12,11 +12,11 @@ from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.stage import Product, StageResult
 from strop.stages.context import StageContext, dropped_path, kept_path, outcomes_path
-from strop.stages.sampled import SampledKeys, SampledStage, play_tasks
+from strop.stages.sampled import FixedSetStage, SampledKeys, play_tasks
 from strop.tasks.files import writing_rows
 
 
-class Filter(SampledStage):
+class Filter(FixedSetStage):
     """Keeps the tasks that a policy gets right neither too often nor too rarely.
 
     rStar2-Agent (arXiv 2508.20722), section 4.3, drops those that are right 8 times of 8.

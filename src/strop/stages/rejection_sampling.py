@@ -16,7 +16,7 @@ from strop.rewards.base import written
 from strop.rewards.language import scripts_of
 from strop.stages.context import StageContext, conversation_maker, dropped_path, kept_path, load_chat, outcomes_path, product_of
 from strop.stages.demonstrations import why_not_right
-from strop.stages.sampled import SampledKeys, SampledStage, play_tasks
+from strop.stages.sampled import FixedSetStage, SampledKeys, play_tasks
 from strop.tasks.files import writing_rows
 from strop.types import Group, ScoredTrajectory, Trajectory
 
@@ -24,7 +24,7 @@ _CALLS = re.compile(r"<(tool_call|python)>.*?(?:</\1>|\Z)", re.DOTALL)
 _EAST_ASIAN = frozenset({"han", "kana"})  # Japanese writes with both
 
 
-class RejectionSampling(SampledStage):
+class RejectionSampling(FixedSetStage):
     """Keeps the right rollouts of a policy as conversations to imitate; DeepSeek-R1 (arXiv 2501.12948) section 2.3.
 
     Which figures R1 used is not published.

@@ -70,7 +70,7 @@ class FixedSetStage(Stage):
 
 
 class SampledKeys(FixedSetKeys):
-    """Keys of a stage that makes rows from the rollouts of a fixed set of tasks."""
+    """Keys of a stage that makes rows from the rollouts of a fixed set of tasks, and writes the outcome of each task."""
 
     data: tuple[str, ...] = Field(default=(), description="Stages whose tasks are played, instead of `tasks`.")
 
@@ -79,12 +79,6 @@ class SampledKeys(FixedSetKeys):
         if self.num_tasks is None and not self.data and self.tasks.is_endless:
             raise ValueError(f"tasks.kind = {self.tasks.kind!r} makes tasks without end. Set num_tasks, or data.")
         return self
-
-
-class SampledStage(FixedSetStage):
-    """Base of stages that make rows from rollouts. They also write the outcome of each task."""
-
-    config: SampledKeys
 
 
 async def play_tasks(

@@ -34,7 +34,7 @@ from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule, checked_steps
 from strop.stages.loop.updates import keep_skipped
 from strop.stages.loop.validation import Validator, write_product
-from strop.stages.sampled import SampledStage
+from strop.stages.sampled import SampledKeys
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.files import IndexedRows, RowFile
 from strop.tasks.protocol import Split
@@ -280,7 +280,7 @@ class Distillation(SFT):
 def _teachers_of(source: str, stages: Mapping[str, Stage]) -> Iterator[str]:
     """The stages whose models wrote conversations of `source`, through mixes."""
     stage = stages[source]
-    if isinstance(stage, SampledStage):
+    if isinstance(stage.config, SampledKeys):
         yield stage.init
     elif stage.makes is Product.SAME:
         for each in stage.inputs():

@@ -83,7 +83,10 @@ class Validator:
         if not any(group.trajectories for group in groups):
             self._context.warn(f"step {step}: every rollout of the validation is void, so it has no result.")
             return {}
-        votes = await self._votes(stage, groups)
+        votes = None  # where a task has one attempt, or answers cannot be compared
+        if self._config.k > 1:
+            async with Voting(stage.reward, self._context.runner) as voting:
+                votes = await voting.votes(groups)
         found = self._figures(evaluation, groups, votes)
         if "accuracy" in found:
             await keep_if_best(self._context, trainer, step, found)
@@ -98,16 +101,6 @@ class Validator:
 
     def _figures(self, stage: Eval.Config, groups: Sequence[Group], votes: Sequence[Sequence[str]] | None) -> dict[str, Any]:
         return summarise(stage, groups, seed=self._context.recipe.seed, votes=votes)
-
-    async def _votes(self, stage: TrainingKeys, groups: Sequence[Group]) -> Sequence[Sequence[str]] | None:
-        """The answers to take the majority of; None where a task has one attempt, or answers cannot be compared."""
-        if self._config.k == 1:
-            return None
-        voting = Voting(stage.reward, self._context.runner)
-        try:
-            return await voting.votes(groups)
-        finally:
-            await voting.close()
 
     def _as_evaluation(self, stage: TrainingKeys) -> Eval.Config:
         config, keys = self._config, {name: getattr(stage, name) for name in PlayedKeys.model_fields}
