@@ -259,10 +259,10 @@ class PosedKeys(Stage.Config):
         return self
 
 
-def check_differ(temperature: float, num: int, remedy: str) -> None:
+def check_differ(temperature: float, num: int, remedy: str, *, key: str = "sampling.temperature") -> None:
     """Raises `ValueError` if `num` rollouts of a task are sampled at temperature 0."""
     if temperature == 0 and num > 1:
-        raise ValueError(f"sampling.temperature is 0: all {num} rollouts of a task would be the same. Raise it; {remedy}")
+        raise ValueError(f"{key} is 0: all {num} rollouts of a task would be the same. Raise it; {remedy}")
 
 
 class PlayedKeys(PosedKeys):

@@ -167,7 +167,7 @@ class AsyncRollouts(Generic[StageT]):
         if (found := read_closed(path, self._rollouts.tasks_of(stage).task)) is not None:
             groups, closed = found
             finished = [scored for group in groups for scored in group.trajectories]
-            if self._config.partial or max(map(_newest, finished), default=0) <= self._version:
+            if self._config.partial or all(max(_versions(each)) <= self._version for each in finished):
                 if len(self._usable(step, finished)) == len(finished):
                     return self._judged(groups, closed)
                 if not self._config.partial:  # else its ledger drops them
@@ -182,7 +182,8 @@ class AsyncRollouts(Generic[StageT]):
         known = [_as_sampled_from(each, upto=self._version) for each in finished]
         if self._config.too_old == "wait":
             return known
-        too_old = {each.trajectory.key.task_index for each in known if step - 1 - _oldest(each) > self._config.max_staleness}
+        oldest = step - 1 - self._config.max_staleness
+        too_old = {each.trajectory.key.task_index for each in known if min(_versions(each)) < oldest}
         return [each for each in known if each.trajectory.key.task_index not in too_old]
 
     def _reuse(self, step: int, finished: list[ScoredTrajectory]) -> list[ScoredTrajectory]:
@@ -190,7 +191,7 @@ class AsyncRollouts(Generic[StageT]):
         usable = self._usable(step, finished)
         if num_dropped := len(finished) - len(usable):
             self._num_dropped[step] += num_dropped
-            version = min(min(map(_oldest, finished)), self._version)
+            version = min(*(min(_versions(each)) for each in finished), self._version)
             self._context.event("rollouts_dropped", step=step, rollouts=num_dropped, policy_version=version)
             self._context.warn(
                 f"step {step}: {num_dropped} rollouts of earlier tries are dropped and their tasks played again. The oldest"
@@ -212,17 +213,14 @@ class AsyncRollouts(Generic[StageT]):
         )
 
 
-def _oldest(scored: ScoredTrajectory) -> int:
-    return min((version for turn in scored.trajectory.turns for version, _ in turn.completion.spans), default=0)
-
-
-def _newest(scored: ScoredTrajectory) -> int:
-    return max((version for turn in scored.trajectory.turns for version, _ in turn.completion.spans), default=0)
+def _versions(scored: ScoredTrajectory) -> list[int]:
+    """Those of the weights that sampled it."""
+    return [version for turn in scored.trajectory.turns for version, _ in turn.completion.spans] or [0]
 
 
 def _as_sampled_from(scored: ScoredTrajectory, *, upto: int) -> ScoredTrajectory:
     """The rollout with `upto` as the version of all tokens that newer weights sampled."""
-    if _newest(scored) <= upto:
+    if max(_versions(scored)) <= upto:
         return scored
 
     def known(turn: Turn) -> Turn:
@@ -237,17 +235,11 @@ def _as_sampled_from(scored: ScoredTrajectory, *, upto: int) -> ScoredTrajectory
 
 def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     """Mean and maximum over the step's sampled tokens of the publications since their weights; {} where there are none."""
-    ages = _ages(groups, step)
-    return {"rollout/staleness_mean": sum(ages) / len(ages), "rollout/staleness_max": float(max(ages))} if ages else {}
-
-
-def _ages(groups: Sequence[Group], step: int) -> list[int]:
-    """Of each sampled token the publications between its weights and those of `step`."""
-    return [
-        step - 1 - version
-        for group in groups
-        for scored in group.trajectories
-        for turn in scored.trajectory.turns
-        for version, num_tokens in turn.completion.spans
-        for _ in range(num_tokens)
-    ]
+    num_of_age: Counter[int] = Counter()
+    for turn in (turn for group in groups for scored in group.trajectories for turn in scored.trajectory.turns):
+        for version, num_tokens in turn.completion.spans:
+            num_of_age[step - 1 - version] += num_tokens
+    if not (num := num_of_age.total()):
+        return {}
+    mean = sum(age * num_tokens for age, num_tokens in num_of_age.items()) / num
+    return {"rollout/staleness_mean": mean, "rollout/staleness_max": float(max(num_of_age))}

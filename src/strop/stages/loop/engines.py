@@ -6,8 +6,9 @@ Stages call the checks from `check` and the estimates from `plan`. A rollout mus
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -157,10 +158,7 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
         yield from _check_tool_names(name, config.limits, recipe)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
         if trainer.workers and not machine.is_elsewhere:
-            try:
-                check_installed(f"stages.{name}.trainer.workers")
-            except UserError as error:
-                yield error
+            yield from _caught(check_installed, f"stages.{name}.trainer.workers")
         yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
         if isinstance(config, PlayedKeys) and stage.opens_engines and not machine.is_elsewhere:
             yield from _check_same_device(name, trainer, recipe.engine)
@@ -193,16 +191,18 @@ def _check_heads(name: str, num_ranks: int, recipe: Recipe) -> Iterator[ConfigEr
 def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, or Ray for its processes, is not on this machine."""
     if not isinstance(recipe.engine, EngineConfig):
-        try:
-            check_interpreter(recipe.engine)
-        except UserError as error:
-            yield NotThere(str(error))
+        yield from (NotThere(str(error)) for error in _caught(check_interpreter, recipe.engine))
     elif not machine.is_elsewhere:
-        try:
-            check_processes(recipe.engine)
-            _check_engine_devices(recipe.engine)
-        except UserError as error:
-            yield error
+        yield from _caught(check_processes, recipe.engine)
+        yield from _caught(_check_engine_devices, recipe.engine)
+
+
+def _caught(check: Callable[..., object], *arguments: Any) -> Iterator[UserError]:
+    """The error that a check raises, if it raises one."""
+    try:
+        check(*arguments)
+    except UserError as error:
+        yield error
 
 
 def _check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
@@ -231,12 +231,9 @@ def _check_reward(stage: str, reward: Reward, recipe: Recipe, machine: Machine) 
             yield from _check_judged(stage, name, part, recipe.stages.get(scorer.stage or ""))
         if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
             continue
-        try:
-            if isinstance(scorer, EmbeddedScorerConfig):
-                check_reward_model(Path(scorer.path))
-            ExchangeFormat(Path(scorer.path))
-        except UserError as error:
-            yield (UserError if Path(scorer.path).exists() else NotThere)(f"{key}.path: {error}")
+        path = Path(scorer.path)
+        for check in (check_reward_model, ExchangeFormat) if isinstance(scorer, EmbeddedScorerConfig) else (ExchangeFormat,):
+            yield from ((UserError if path.exists() else NotThere)(f"{key}.path: {error}") for error in _caught(check, path))
 
 
 def _check_judged(stage: str, name: str, part: ScorerPart.Config, trained: Stage | None) -> Iterator[ConfigError]:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from strop.algorithms.method import Selection
-from strop.engine.config import EngineChoice
 from strop.engine.model_directory import config_of
 from strop.engine.protocol import Capabilities
 from strop.engine.publication import Publication
@@ -157,14 +156,6 @@ class _Publish:
             await self._publication.close()
 
 
-def _engine_of(context: StageContext, stage: PlayedKeys) -> EngineChoice:
-    """The engine of the recipe. If `stage` trains an adapter: with room for those that may be sampled with at once."""
-    engine = context.recipe.engine
-    if not isinstance(stage, RolloutKeys) or stage.trainer.lora is None:
-        return engine
-    return engine.with_adapters(rank=stage.trainer.lora.rank, slots=stage.staleness + 1)
-
-
 @asynccontextmanager
 async def open_player(context: StageContext, stage: PlayedKeys, model: Path) -> AsyncIterator[GroupPlayer]:
     """Engines with the weights of the directory `model` and a judge, closed on the way out.
@@ -172,9 +163,11 @@ async def open_player(context: StageContext, stage: PlayedKeys, model: Path) -> 
     Raises:
         UserError: an engine cannot be opened as the recipe says.
     """
-    chat = load_chat(model)
+    chat, engine = load_chat(model), context.recipe.engine
+    if isinstance(stage, RolloutKeys) and stage.trainer.lora is not None:  # room for adapters that are sampled with at once
+        engine = engine.with_adapters(rank=stage.trainer.lora.rank, slots=stage.staleness + 1)
     async with AsyncExitStack() as opened:
-        pool = await open_engine_pool(context, _engine_of(context, stage), model, chat)
+        pool = await open_engine_pool(context, engine, model, chat)
         opened.push_async_callback(pool.close)
         player = GroupPlayer(context, stage, pool, model, chat)
         opened.push_async_callback(player.close)

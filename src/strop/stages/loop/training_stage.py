@@ -14,7 +14,7 @@ from strop.errors import ConfigError, UserError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, problem_with, switched
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Product, Sampled, Stage, Trained
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Product, Sampled, Stage, Trained, check_differ
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
@@ -85,15 +85,9 @@ class TrainingKeys(PlayedKeys, CheckpointedKeys):
 
     @model_validator(mode="after")
     def _can_be_validated(self) -> Self:
-        if (
-            self.validation is not None
-            and self.validation.sampling_of(self.sampling).temperature == 0
-            and self.validation.k > 1
-        ):
-            raise ValueError(
-                f"validation plays at temperature 0: all {self.validation.k} rollouts of a task would be the same. Set"
-                " validation.k = 1, or raise validation.temperature."
-            )
+        if self.validation is not None:
+            temperature = self.validation.sampling_of(self.sampling).temperature
+            check_differ(temperature, self.validation.k, "or set validation.k = 1.", key="validation.temperature")
         return self
 
     def validation_files(self) -> Mapping[str, Path]:
