@@ -152,7 +152,6 @@ def test_formulas_are_compared_by_their_words_not_by_how_they_are_set():
 
 def test_a_short_benchmark_problem_is_found_as_a_whole_but_not_as_a_phrase():
     rule = Decontamination([task("Compute $\\sin 60^\\circ$.")])
-    assert rule.num_short == 1
     assert rule.judge(task("Compute $\\sin{60}^\\circ$")) is not None
     assert rule.judge(task("Please compute $\\sin 60^\\circ$ now.")) is not None
     assert rule.judge(task("Compute $\\sin 60^\\circ$ and add to it the number of days of a leap year.")) is None
@@ -232,9 +231,3 @@ def test_a_short_problem_is_found_by_a_run_of_words_of_its_own(question, is_copy
 def test_a_run_of_words_is_told_with_the_problem_that_it_is_of():
     told = Decontamination(SHORT).judge(task("Tell me this: Annie Morton or Terry Richardson, which?"))
     assert told == 'shares 68% of the short older of test, weighted by rarity: "annie morton or terry richardson"'
-
-
-def test_the_share_that_a_run_must_hold_can_be_set():
-    said = task("Tell me this: Annie Morton or Terry Richardson, which?")
-    assert Decontamination(SHORT, short_share=1.0).judge(said) is None
-    assert Decontamination(SHORT, short_share=1.0).judge(SHORT[0]) is not None

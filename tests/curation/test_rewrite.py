@@ -141,10 +141,8 @@ def test_what_the_rewriter_thinks_is_no_part_of_a_rewrite(before, after, reason,
     source = conversations(tmp_path / "rows.jsonl", before, "fine")
     with serving(lambda asked, at: said(after) if shown(asked) == before else politely(asked, at)) as service:
         made = asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
-        free = asyncio.run(rewrite_file(config(service, keeps_thoughts=False), source, tmp_path / "free.jsonl"))
     assert list(made.failures) == ([reason] if reason else [])
     assert all("1 </think>" in row["reason"] for row in read_lines(made.failed_path))
-    assert (free.num_rewritten, free.failures) == (2, {})  # the prompt may ask for it
 
 
 def test_a_call_that_was_cut_short_asks_only_for_the_rest(tmp_path):
@@ -193,11 +191,11 @@ def test_a_reply_goes_into_another_column_and_the_request_has_further_keys(tmp_p
     source = tmp_path / "rows.jsonl"
     row = {"question": "2+2?", "answer": "4", "facts": {"solution": "two and two"}}
     source.write_text(json.dumps(row) + "\n")
-    with serving(politely) as service:
+    with serving(lambda *_: said("<think>add</think> \\boxed{4}")) as service:  # the prompt may ask for thoughts
         keys = config(service, column="facts.solution", into="response").model_dump()
         keys["service"]["extra"] = {"structured_outputs": {"choice": ["safe", "unsafe"]}}
         asyncio.run(rewrite_file(RewriteConfig.model_validate(keys), source, tmp_path / "out.jsonl"))
-    assert read_lines(tmp_path / "out.jsonl") == [row | {"response": "I think: two and two", "rewritten_by": "writer"}]
+    assert read_lines(tmp_path / "out.jsonl") == [row | {"response": "<think>add</think> \\boxed{4}", "rewritten_by": "writer"}]
     [asked] = service.asked
     assert (asked.body["structured_outputs"], asked.body["model"]) == ({"choice": ["safe", "unsafe"]}, "writer")
     with pytest.raises(ValidationError, match="into is 'response', but column is not set"):

@@ -224,7 +224,7 @@ def test_outcomes_count_with_what_they_say_and_not_with_where_they_lie(tmp_path)
         ('rules=[{kind="near_duplicates"}, {kind="integer_answer"}]', "near_duplicates before integer_answer.* last"),
         ('rules=[{kind="integer_answer"}, {kind="integer_answer"}]', "integer_answer twice"),
         ('rules=[{kind="integer_answers"}]', r"file\.toml: rules\.0\.kind: 'integer_answers' .* Did you mean 'integer_answer'"),
-        ('rules=[{kind="near_duplicates", treshold=1.0}]', r"rules\.0\.treshold: unknown key\. Did you mean 'threshold'"),
+        ('rules=[{kind="simple_answer", max_char=9}]', r"rules\.0\.max_char: unknown key\. Did you mean 'max_chars'"),
         ('rules={kind="exact_duplicates"}', r"rules: one table, where a list of them belongs\. Write \[\[rules\]\]\.$"),
         (
             'rules=["exact_duplicates"]',

@@ -19,6 +19,7 @@ from strop.types import Task
 
 _SEED_WORDS = 3  # minimum of a run, and the key in the index
 _MIN_RARE_WORDS = 1.5  # of a run; a word of only one benchmark problem counts 1
+_MIN_SHARE = 0.45  # of a benchmark problem's words, weighted by rarity, that a run must contain
 _MIN_OWN_SHARE = 0.4  # of the words of the judged problem: a phrase in a longer problem is not a copy
 
 
@@ -36,16 +37,14 @@ class Reworded:
 
     A run must contain much of what is specific to the benchmark problem, so words are weighted by their rarity among all
     benchmark problems: 1 for a word of one problem, nearly 0 for a word of all. "Express your answer as a common fraction" is
-    long and counts little. Measured with MATH-500, HotpotQA and Bamboogle on 17 472 real problems: no false alarm with
-    `min_share` 0.45, three with 0.40.
+    long and counts little. Measured with MATH-500, HotpotQA and Bamboogle on 17 472 real problems: no false alarm with a
+    share of 0.45, three with 0.40.
 
     Args:
         benchmarks: all questions, and whether copies of each are searched.
-        min_share: the weighted share of a benchmark problem's words that a run must contain.
     """
 
-    def __init__(self, benchmarks: Iterable[tuple[str, bool]], *, min_share: float) -> None:
-        self.min_share = min_share
+    def __init__(self, benchmarks: Iterable[tuple[str, bool]]) -> None:
         said = [(signs_and_words(question), is_wanted) for question, is_wanted in benchmarks]
         num_with = Counter(word for own, _ in said for word in set(own))
         scale = log(len(said) + 1)
@@ -77,7 +76,7 @@ class Reworded:
                 if rare < _MIN_RARE_WORDS or end - start < _MIN_OWN_SHARE * len(own):
                     continue
                 share = rare / counted[-1]
-                if share >= self.min_share and (best is None or share > best[0]):
+                if share >= _MIN_SHARE and (best is None or share > best[0]):
                     best = share, index, start, end
             begun = going_on
         if best is None:
@@ -94,12 +93,12 @@ class Decontamination:
 
     The shared n-grams must be `min_share` of the benchmark problem's, so that a common phrase is no alarm; with 0, the strict
     rule of the papers, one n-gram is enough. A benchmark problem of fewer than `n` words matches only a problem with exactly
-    its words. One of fewer than 3 `n` words also matches by a run of words with `short_share` of its weighted words.
+    its words. One of fewer than 3 `n` words also matches by a run of words (`Reworded`).
     """
 
     name = "decontamination"
 
-    def __init__(self, benchmarks: Iterable[Task], *, n: int = 8, min_share: float = 0.5, short_share: float = 0.45) -> None:
+    def __init__(self, benchmarks: Iterable[Task], *, n: int = 8, min_share: float = 0.5) -> None:
         self.n = n
         self.min_share = min_share
         self._names: list[str] = []
@@ -110,8 +109,7 @@ class Decontamination:
         for task in benchmarks:
             for text in _texts(task.question):
                 questions.append((text, self._add(task, words(text)) < 3 * n))
-        self.num_short = sum(is_short for _, is_short in questions)
-        self._short = Reworded(questions, min_share=short_share)
+        self._short = Reworded(questions)
 
     def _add(self, task: Task, said: list[str]) -> int:
         index = len(self._names)
@@ -171,13 +169,10 @@ class DecontaminationRule(RuleScope):
         le=1,
         description="Share of a benchmark problem's n-grams that makes a copy; 0: one n-gram, as in the papers.",
     )
-    short_share: float = Field(
-        default=0.45, gt=0, le=1, description="The same for problems with fewer than 3n words, in one run of words."
-    )
 
     def opened(self) -> Decontamination:
         benchmarks = (task for source in self.against for task in read_benchmark(source))
-        return Decontamination(benchmarks, n=self.n, min_share=self.min_share, short_share=self.short_share)
+        return Decontamination(benchmarks, n=self.n, min_share=self.min_share)
 
 
 def read_benchmark(source: RowSource) -> Iterator[Task]:

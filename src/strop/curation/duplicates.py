@@ -1,10 +1,10 @@
 """Drops duplicates: equal texts, or nearly equal ones by MinHash (Broder, 1997).
 
-Near-duplicates are pairs whose sets of word triples overlap by a Jaccard index of at least `threshold`. Candidates come from
-bands of the signatures (locality-sensitive hashing); each is then checked by the whole signature.
+Near-duplicates are pairs with equal answers whose sets of word triples overlap by a Jaccard index of at least 0.8. Candidates
+come from bands of the signatures (locality-sensitive hashing); each is then checked by the whole signature.
 
-Problems from one template share bands although few are similar enough. If answers must be equal, they are part of the key, so
-problems with other answers are never compared; and a bucket holds at most `max_in_bucket` problems, which bounds the work.
+Problems from one template share bands although few are similar enough. The answer is part of the key, so problems with other
+answers are never compared; and a bucket holds at most `max_in_bucket` problems, which bounds the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from strop.curation.answers import RuleScope, bare, fingerprint, grams, words
 from strop.errors import TaskError
@@ -26,7 +25,8 @@ logger = logging.getLogger(__name__)
 _NUM_HASHES = 120
 _SHINGLE_WORDS = 3
 _SEED = 1
-_RECALL = 0.99  # of pairs exactly at the threshold
+_THRESHOLD = 0.8
+_BAND_ROWS = 6  # the most at which a pair at the threshold shares one of the bands with a probability of 0.99
 
 
 class ExactDuplicates:
@@ -50,7 +50,7 @@ class ExactDuplicates:
 class NearDuplicates:
     """Keeps the first of problems with nearly equal questions.
 
-    By default the answers must be equal too: the same sentence with other numbers is another problem.
+    The answers must be equal too: the same sentence with other numbers is another problem.
 
     Args:
         max_in_bucket: problems in a bucket; later ones are found only by their other bands. Problems that were not compared
@@ -59,16 +59,13 @@ class NearDuplicates:
 
     name = "near_duplicates"
 
-    def __init__(self, *, threshold: float = 0.8, needs_same_answer: bool = True, max_in_bucket: int = 1024) -> None:
-        self.threshold = threshold
-        self.needs_same_answer = needs_same_answer
+    def __init__(self, *, max_in_bucket: int = 1024) -> None:
         self.max_in_bucket = max_in_bucket
         self.num_compared = 0
         """Pairs of signatures that were compared."""
         self.num_cut_short = 0
         """Problems that are kept although one of their buckets was full."""
-        self._rows = rows_of_band(threshold)
-        self._buckets: list[dict[bytes, array[int]]] = [{} for _ in range(_NUM_HASHES // self._rows)]
+        self._buckets: list[dict[bytes, array[int]]] = [{} for _ in range(_NUM_HASHES // _BAND_ROWS)]
         self._answers: dict[str, int] = {}
         self._kept: list[str] = []  # ids
         self._signatures = np.empty((1024, _NUM_HASHES), dtype=np.uint32)
@@ -82,7 +79,7 @@ class NearDuplicates:
             candidates = np.unique(np.concatenate([np.frombuffer(each, dtype=np.uint32) for each in met]))
             likeness = np.count_nonzero(self._signatures[candidates] == own, axis=1) / _NUM_HASHES
             self.num_compared += len(candidates)
-            alike = np.flatnonzero(likeness >= self.threshold)
+            alike = np.flatnonzero(likeness >= _THRESHOLD)
             if len(alike):
                 first = alike[0]
                 return f"{likeness[first]:.0%} alike with {self._kept[candidates[first]]}"
@@ -92,9 +89,9 @@ class NearDuplicates:
         return None
 
     def _bands(self, prepared: bytes, answer: str) -> list[bytes]:
-        """Return the key in each bucket: a band, and the answer if it must be equal."""
-        key = self._answers.setdefault(answer, len(self._answers)).to_bytes(4, "little") if self.needs_same_answer else b""
-        width = 4 * self._rows
+        """Return the key in each bucket: the answer and a band."""
+        key = self._answers.setdefault(answer, len(self._answers)).to_bytes(4, "little")
+        width = 4 * _BAND_ROWS
         return [key + prepared[start : start + width] for start in range(0, width * len(self._buckets), width)]
 
     def _remember(self, name: str, own: NDArray[np.uint32], bands: list[bytes]) -> None:
@@ -112,11 +109,10 @@ class NearDuplicates:
         self.num_cut_short += 1
         if self.num_cut_short.bit_count() == 1:  # 1, 2, 4, ...
             logger.warning(
-                "near_duplicates: %d kept problems share text with more than %d problems%s. They were compared only with the"
-                " first of these, so near duplicates may remain.",
+                "near_duplicates: %d kept problems share text with more than %d problems with the same answer. They were"
+                " compared only with the first of these, so near duplicates may remain.",
                 self.num_cut_short,
                 self.max_in_bucket,
-                " with the same answer" if self.needs_same_answer else "",
             )
 
 
@@ -135,11 +131,6 @@ def signature(text: str) -> bytes:
     return np.asarray(sketch.digest(), dtype="<u4").tobytes()
 
 
-def rows_of_band(threshold: float) -> int:
-    """Return the largest number of rows of a band at which a pair at `threshold` shares a band with probability 0.99."""
-    return max(rows for rows in range(1, 13) if rows == 1 or 1 - (1 - threshold**rows) ** (_NUM_HASHES // rows) >= _RECALL)
-
-
 class ExactDuplicatesRule(RuleScope):
     """Keeps the first of equal questions."""
 
@@ -155,8 +146,6 @@ class NearDuplicatesRule(RuleScope):
 
     compares = True
     kind: Literal["near_duplicates"] = "near_duplicates"
-    threshold: float = Field(default=0.8, ge=0.3, le=1, description="Jaccard index of the word triples.")
-    needs_same_answer: bool = Field(True, description="Only questions with equal answers are duplicates.")
 
     def opened(self) -> NearDuplicates:
-        return NearDuplicates(threshold=self.threshold, needs_same_answer=self.needs_same_answer)
+        return NearDuplicates()

@@ -48,11 +48,11 @@ class RewriteConfig(Config):
     )
     column: str | None = Field(None, description="Column of text. Default: the last message of `messages`.")
     into: str | None = Field(
-        None, description="Column that gets the reply, next to `column`. Default: the reply replaces the text."
+        None,
+        description="Column that gets the reply, next to `column`. Default: the reply replaces the text, and is rejected with"
+        " another last \\boxed{} or another number of <think> and </think> tags.",
     )
     question: str = Field("question", description="Column of $question if `column` is set; else it is the last user message.")
-    keeps_answer: bool = Field(True, description="Reject a rewrite whose last \\boxed{} differs.")
-    keeps_thoughts: bool = Field(True, description="Reject a rewrite with more or fewer <think> and </think> tags.")
     tries: int = Field(2, ge=1, le=1000, description="Replies to ask for until one is accepted.")
 
     @field_validator("prompt")
@@ -175,16 +175,17 @@ def _fault(config: RewriteConfig, before: str, after: str, finish_reason: str) -
         return f"cut off: the reply has more than service.max_tokens = {config.service.max_tokens} tokens"
     if not after:
         return "empty: the reply has no text"
+    if config.into is not None:  # an answer to the text, not other words for it
+        return ""
     thoughts = [[text.count(tag) for tag in _THOUGHTS] for text in (before, after)]
-    if config.keeps_thoughts and thoughts[0] != thoughts[1]:
+    if thoughts[0] != thoughts[1]:
         what = "that the original does not have" if thoughts[1] > thoughts[0] else "of the original are gone"
         return (
             f"thoughts {what}: the reply has {_tags(thoughts[1])} instead of {_tags(thoughts[0])}. Configure a reasoning"
-            " parser in the service and remove the cached replies, or set keeps_thoughts = false if the prompt asks for other"
-            " thoughts"
+            " parser in the service and remove the cached replies, or set `into` if the prompt asks for other thoughts"
         )
     answers = [boxed(text)[-1:] for text in (before, after)]
-    if config.keeps_answer and answers[0] != answers[1]:
+    if answers[0] != answers[1]:
         return f"answer changed: from {_shown(answers[0])} to {_shown(answers[1])}"
     return ""
 

@@ -39,7 +39,7 @@ from strop.curation.config import (
 )
 from strop.curation.decontamination import DecontaminationRule
 from strop.curation.outcomes import AgreementRule
-from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
+from strop.errors import MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.columns import LIMITS, UNREADABLE, WHERE, Verdict
 from strop.tasks.files import keeping_commits, writing_rows
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 CHUNK_TASKS = 1000
 _FORMAT = 1  # of a result; change it to invalidate finished results
-_CHUNK_DEADLINE_S = 600.0
 
 Progress = Callable[[int], None]
 """Receives the number of newly judged rows. An exception ends the curation; the same call resumes it."""
@@ -63,7 +62,7 @@ def run_curation(
     Raises:
         TaskError: a source, a benchmark or the outcomes of a rule cannot be read.
         RunError: the directory holds the result of different rules or inputs.
-        MachineError: a process died or hung; the same call resumes.
+        MachineError: a process died; the same call resumes.
     """
     made_of = lineage(config)
     done, parts = directory / "curation.json", directory / "parts"
@@ -134,10 +133,10 @@ def _judge_all(
                     progress(len(chunk))
                     continue
                 if len(running) >= 2 * jobs:
-                    progress(_collect(running, pool))
+                    progress(_collect(running))
                 running[pool.submit(_judge_chunk, part_path(parts, number), chunk)] = len(chunk)
             while running:
-                progress(_collect(running, pool))
+                progress(_collect(running))
     except BrokenProcessPool as error:
         raise MachineError("curation: a process that judged tasks was killed. The same command resumes.") from error
 
@@ -147,13 +146,9 @@ def _chunks(rows: Iterator[Verdict]) -> Iterator[list[Verdict]]:
         yield chunk
 
 
-def _collect(running: dict[Future[None], int], pool: ProcessPoolExecutor) -> int:
+def _collect(running: dict[Future[None], int]) -> int:
     """Wait until a chunk is judged, and return the number of its rows."""
-    done, _ = wait(running, timeout=_CHUNK_DEADLINE_S, return_when=FIRST_COMPLETED)
-    if not done:
-        for process in list(pool._processes.values()):
-            process.kill()
-        raise DeadlineExceeded(f"curation: no chunk of {CHUNK_TASKS} tasks was judged within {_CHUNK_DEADLINE_S:.0f} s.")
+    done, _ = wait(running, return_when=FIRST_COMPLETED)
     num_rows = 0
     for future in done:
         num_rows += running.pop(future)

@@ -80,7 +80,7 @@ class Curation(Stage):
 
         Raises:
             UserError: the file is no curation, a source cannot be read, or nothing is kept.
-            MachineError: a process that judged was killed or hung; the same command resumes.
+            MachineError: a process that judged was killed; the same command resumes.
         """
         context.started(1, 0)
         kept = kept_path(context.directory)
