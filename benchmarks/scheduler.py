@@ -25,8 +25,7 @@ from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.run_directory import read_json, write_text
 from strop.simulation.engines import TRACE_PATH, EngineTiming, load_timing
-from strop.simulation.page import draw_timelines
-from strop.simulation.simulate import SimulatedMachine, critical_path_s, lower_bound_s, simulate
+from strop.simulation.simulate import SimulatedMachine, critical_path_s, draw_timelines, lower_bound_s, simulate
 from strop.simulation.trace import TRACES, Trace
 
 RESULTS = Path(__file__).parent / "results"

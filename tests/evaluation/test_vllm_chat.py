@@ -15,7 +15,7 @@ from strop.chat_client import ChatClient, ChatServiceConfig, Reply
 from strop.http import ServiceRefused
 from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.run_directory import read_lines
-from strop.training.pair_making import make_pairs, read_candidates
+from strop.training.pair_making import PairMaking, read_candidates
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 MODEL = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m"
@@ -197,11 +197,8 @@ def test_pairs_outlive_a_judge_that_talks_nonsense_and_one_that_takes_too_long(s
     assert status == 0, err
     assert two.items() <= kept_in(tmp_path / "pairs.jsonl.replies").items()
     expected = asyncio.run(
-        make_pairs(
-            ModelJudge(JudgeConfig(service=config(server)), AlwaysTheFirst()),
-            read_candidates(candidates),
-            judged_on="response",
-            threshold=0,
+        PairMaking(judged_on="response", threshold=0).make(
+            ModelJudge(JudgeConfig(service=config(server)), AlwaysTheFirst()), read_candidates(candidates)
         )
     )
     assert len(expected.pairs) == 2  # whom the order favours by chance, of either length

@@ -60,11 +60,11 @@ def test_each_step_has_its_loss_and_the_last_batch_of_an_epoch_is_what_is_left(t
 
 def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path, monkeypatch):
     """The first update is made; of all after it the loss is not a number."""
-    losses = reward_model.pairwise_loss
+    losses = reward_model.preference_loss
     monkeypatch.setattr(
         reward_model,
-        "pairwise_loss",
-        lambda chosen, rejected: losses(chosen, rejected) * (1.0 if not chosen.any() else math.nan),
+        "preference_loss",
+        lambda margins: losses(margins) * (1.0 if not margins.any() else math.nan),
     )
     broken = recipe(write_pairs(tmp_path / "pairs.jsonl"), checkpoint_every=9)
     watching = Watching()

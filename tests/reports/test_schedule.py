@@ -12,8 +12,7 @@ from strop.errors import UserError
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.simulation.engines import EngineTiming
-from strop.simulation.page import draw_timelines, schedule_page
-from strop.simulation.simulate import Outcome, SimulatedMachine, simulate
+from strop.simulation.simulate import Outcome, SimulatedMachine, draw_timelines, schedule_page, simulate
 from strop.simulation.trace import heavy_tailed
 
 TIMING = EngineTiming(step_s=0.03, row_s=0.001, kv_token_s=1e-6, prefill_token_s=1e-4)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scored_tokens import token_logprobs
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.errors import ModelError
 from strop.training.batch import lay_out, microbatches, shared_lengths
 from strop.training.cpu.attention import ATTENTION, _attend_rows, _Reads, keep_attention, row_attention, use_row_attention
-from strop.training.logprobs import LogprobModule, token_logprobs
+from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, load_model
 
 A, B = list(range(1, 21)), list(range(31, 51))  # twenty tokens each

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scored_tokens import token_logprobs
 from test_batch import selection, turn
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from strop.engine.protocol import CompletionRequest
 from strop.training import pack
 from strop.training.batch import Ban, microbatches
 from strop.training.config import TrainerConfig
-from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
 from strop.training.trainer import Trainer
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop.algorithms.method import Column
 from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.config import LoraConfig
-from strop.training.dpo import PairIds, pack_pairs, pair_token_loss, pair_token_statistics, rewards_of, with_advantages
 from strop.training.models import load_model
+from strop.training.preferences import PairIds, pack_pairs, pair_token_loss, pair_token_statistics, rewards_of, with_advantages
 
 BETA = 0.3
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from scored_tokens import token_logprobs
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.training.logprobs import head_logprobs, token_logprobs
+from strop.training.logprobs import head_logprobs
 from strop.training.models import checkpoint_activations
 from strop.training.weights import MasterWeights, add_up_in, embed, gradient_sum, zeros_together
 

@@ -1,10 +1,11 @@
 import pytest
 import torch
+from scored_tokens import token_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.training.logprobs import head_logprobs, token_logprobs
+from strop.training.logprobs import head_logprobs
 from strop.training.models import load_model
 
 

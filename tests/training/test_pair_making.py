@@ -6,7 +6,7 @@ import pytest
 
 from strop.chat_client import ChatServiceConfig, Reply
 from strop.rewards.judge import JudgeConfig, ModelJudge
-from strop.training.pair_making import Candidates, balanced, make_pairs
+from strop.training.pair_making import Candidates, PairMaking, balanced
 from strop.training.preferences import Pair
 
 CONFIG = JudgeConfig(service=ChatServiceConfig(url="http://nobody", model="m"), tries=1)
@@ -28,7 +28,7 @@ class Scripted:
 
 def made(answer, candidates, **keys):
     client = Scripted(answer)
-    return asyncio.run(make_pairs(ModelJudge(CONFIG, client), candidates, **keys)), client
+    return asyncio.run(PairMaking(**keys).make(ModelJudge(CONFIG, client), candidates)), client
 
 
 def better(strength):
@@ -151,6 +151,6 @@ def test_of_many_candidates_a_part_waits_for_the_judge_at_a_time_and_the_pairs_a
     at_once, _ = made(better(">>"), many)
     monkeypatch.setattr("strop.training.pair_making._AT_ONCE", 3)
     client = Slow(better(">>"))
-    assert asyncio.run(make_pairs(ModelJudge(CONFIG, client), many)) == at_once
+    assert asyncio.run(PairMaking().make(ModelJudge(CONFIG, client), many)) == at_once
     assert len(at_once.pairs) == 11
     assert client.most_waiting == 3 * 4

@@ -12,7 +12,7 @@ from strop.rewards.reward_model import ExchangeFormat, head_of, last_token_score
 from strop.stages.model import make_tokenizer
 from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.preferences import Labelled, Pair, PreferenceRows, as_rows, read_preferences
-from strop.training.reward_model import RewardTrainer, pairwise_loss, pointwise_loss
+from strop.training.reward_model import RewardTrainer, _losses, preference_loss
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +36,23 @@ def language_model(tmp_path_factory):
 
 
 def test_the_loss_of_a_pair_is_minus_the_log_of_its_sigmoid():
-    chosen, rejected = torch.tensor([math.log(3), 0.0, -200.0]), torch.tensor([0.0, 0.0, 0.0])
+    margins = torch.tensor([math.log(3), 0.0, -200.0])
     # sigmoid(log 3) is 3/4, sigmoid(0) is 1/2; far on the wrong side the loss is the distance, and no infinity.
-    assert pairwise_loss(chosen, rejected).tolist() == pytest.approx([math.log(4 / 3), math.log(2), 200.0])
+    assert preference_loss(margins).tolist() == pytest.approx([math.log(4 / 3), math.log(2), 200.0])
 
 
 def test_the_loss_of_a_single_response_is_its_cross_entropy():
-    scores, is_good = torch.tensor([math.log(3), math.log(3), -200.0]), torch.tensor([True, False, False])
-    assert pointwise_loss(scores, is_good).tolist() == pytest.approx([math.log(4 / 3), math.log(4), 0.0])
+    scores = torch.tensor([math.log(3), math.log(3), -200.0])
+    losses = [
+        _losses([rows_of(4, is_good=good)], score[None])[0].item()
+        for score, good in zip(scores, (True, False, False), strict=True)
+    ]
+    assert losses == pytest.approx([math.log(4 / 3), math.log(4), 0.0])
 
 
 def test_the_gradient_of_a_pair_is_the_probability_of_the_wrong_order():
     chosen, rejected = torch.tensor([math.log(3)], requires_grad=True), torch.zeros(1, requires_grad=True)
-    pairwise_loss(chosen, rejected).sum().backward()
+    preference_loss(chosen - rejected).sum().backward()
     assert (chosen.grad.item(), rejected.grad.item()) == pytest.approx((-0.25, 0.25))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scored_tokens import token_logprobs
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms.grpo import GRPO
@@ -17,7 +18,6 @@ from strop.engine.torch.engine import TorchEngine
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.config import Schedule
-from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
 from strop.training.optimizer import TokenFigures, WeightsLost
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics

@@ -108,13 +108,10 @@ def pairs(
     """
     from strop.config import load_toml, validate
     from strop.rewards.judge import JudgeConfig
-    from strop.training.pair_making import make_pairs_file
+    from strop.training.pair_making import PairMaking
 
     config = validate(JudgeConfig, load_toml(judge), place=str(judge))
-    making = make_pairs_file(
-        candidates,
-        out,
-        config,
+    making = PairMaking(
         judged_on=judged_on,
         think_tag=think_tag,
         is_prefilled=is_prefilled,
@@ -122,7 +119,7 @@ def pairs(
         threshold=threshold,
         seed=seed,
     )
-    typer.echo(f"{out}: {asyncio.run(making).summary}")
+    typer.echo(f"{out}: {asyncio.run(making.write_file(candidates, out, config)).summary}")
 
 
 @app.command()

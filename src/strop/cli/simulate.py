@@ -47,8 +47,7 @@ def simulate(
     from strop.rollout.scheduler.scheduler import SchedulerConfig
     from strop.run_directory import write_json, write_text
     from strop.simulation.engines import load_timing
-    from strop.simulation.page import draw_timelines, schedule_page, schedule_table
-    from strop.simulation.simulate import SimulatedMachine, lower_bound_s
+    from strop.simulation.simulate import SimulatedMachine, draw_timelines, lower_bound_s, schedule_page, schedule_table
     from strop.simulation.simulate import simulate as run_simulation
     from strop.simulation.trace import TRACES, load_trace
 

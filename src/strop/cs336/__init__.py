@@ -4,22 +4,6 @@ Arguments and return values are those of the hand-out, so an adapter is one impo
 """
 
 from strop.cs336.evaluation import evaluate_vllm, init_vllm, load_policy_into_vllm_instance, log_generations
-from strop.cs336.grpo import (
-    compute_group_normalized_rewards,
-    compute_grpo_clip_loss,
-    compute_naive_policy_gradient_loss,
-    compute_policy_gradient_loss,
-    grpo_microbatch_train_step,
-)
-from strop.cs336.sft import (
-    compute_entropy,
-    get_response_log_probs,
-    load_prompt,
-    masked_mean,
-    masked_normalize,
-    sft_microbatch_train_step,
-    tokenize_prompt_and_output,
-)
 from strop.cs336.supplement import (
     PackedSFTDataset,
     compute_per_instance_dpo_loss,
@@ -27,6 +11,20 @@ from strop.cs336.supplement import (
     iterate_batches,
     parse_gsm8k_response,
     parse_mmlu_response,
+)
+from strop.cs336.training import (
+    compute_entropy,
+    compute_group_normalized_rewards,
+    compute_grpo_clip_loss,
+    compute_naive_policy_gradient_loss,
+    compute_policy_gradient_loss,
+    get_response_log_probs,
+    grpo_microbatch_train_step,
+    load_prompt,
+    masked_mean,
+    masked_normalize,
+    sft_microbatch_train_step,
+    tokenize_prompt_and_output,
 )
 from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
 

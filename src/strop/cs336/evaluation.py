@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from strop.cs336.grpo import RewardFunction
-from strop.cs336.sft import get_response_log_probs, masked_mean, tokenize_prompt_and_output
+from strop.cs336.training import RewardFunction, get_response_log_probs, masked_mean, tokenize_prompt_and_output
 from strop.engine.model_directory import directory_checksum
 from strop.engine.servers.vllm import EXTENSION, EXTENSION_CLASS, TRANSFER
 from strop.errors import WeightsNotProven

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from strop.algorithms.dpo import dpo_loss, implicit_margins
-from strop.cs336.sft import encode_beginning, get_response_log_probs, load_prompt
+from strop.cs336.training import encode_beginning, get_response_log_probs, load_prompt
 from strop.errors import TaskError
 from strop.rewards.base import written
 from strop.run_directory import parse_json

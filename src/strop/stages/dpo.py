@@ -37,17 +37,19 @@ from strop.stages.loop.updates import keep_skipped
 from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.files import RowFile
 from strop.training.batch import TokenBatch
-from strop.training.dpo import (
+from strop.training.optimizer import UpdateReport
+from strop.training.preferences import (
+    Pair,
     PairIds,
     PairRewards,
+    Preference,
     pack_pairs,
     pair_token_loss,
     pair_token_statistics,
+    read_preferences,
     rewards_of,
     with_advantages,
 )
-from strop.training.optimizer import UpdateReport
-from strop.training.preferences import Pair, Preference, read_preferences
 from strop.training.trainer import Trainer
 
 ItemT = TypeVar("ItemT")

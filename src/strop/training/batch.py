@@ -24,7 +24,7 @@ from strop.types import ScoredTrajectory, Trajectory
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from strop.training.sequence_parallel import SequenceGroup
+    from strop.training.sharded import SequenceGroup
 
 MIN_SHARED = 16  # tokens; below, computing them again costs less than attending to them apart
 # On CUDA a row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones

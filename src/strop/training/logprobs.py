@@ -17,7 +17,7 @@ from strop.training.weights import embed, gradient_sum
 if TYPE_CHECKING:
     import transformers
 
-    from strop.training.sequence_parallel import SequenceGroup
+    from strop.training.sharded import SequenceGroup
 
 _LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
 _LOGITS_ON_DEVICE = 2**26  # float32, 256 MiB, and as much for the products
@@ -26,7 +26,16 @@ _BANNED = -1e30  # a logit without probability; finite, so that probability * lo
 
 
 class LogprobModule(nn.Module):
-    """`token_logprobs` of a model as a module, because ranks that divide its weights hook into module calls."""
+    """The log-probs of given tokens under `model`; a module, because ranks that divide its weights hook into module calls.
+
+    Args:
+        model: a decoder-only model with a head; the caller decides on grad mode and autocast.
+        max_logits: held at once, in the precision of the products.
+        is_packed: lay the rows end to end, which wants a model with `use_row_attention`: no padding is computed, and what a
+            row shares with the row before it is computed once.
+        group: the ranks that divide the tokens of packed rows, and make the same call. Each gets the result of all, and the
+            gradient of its own tokens.
+    """
 
     def __init__(
         self, model: transformers.PreTrainedModel, *, max_logits: int, is_packed: bool, group: SequenceGroup | None = None
@@ -36,19 +45,53 @@ class LogprobModule(nn.Module):
         self._max_logits, self._is_packed, self._group = max_logits, is_packed, group
 
     def forward(
-        self, ids: Tensor, where: Tensor, temperature: float, is_banned: Tensor, banned_ids: Sequence[int]
+        self, ids: Tensor, where: Tensor, temperature: float, is_banned: Tensor | None = None, banned_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            self.model,
-            ids,
-            where,
+        """Return log π(ids[:, t] | ids[:, :t]) and the entropy of the whole distribution, after temperature.
+
+        Rows are padded on the right or packed. Padding needs no mask: attention is causal, so no token sees the padding after
+        it, and outputs at padding are not read. This keeps the fast causal kernels. Positions count from 0 in every row.
+
+        The decoder runs once. The head runs only on the positions of `where`, in chunks, in the forward pass and again in the
+        backward pass, so that at most `max_logits` logits are in memory.
+
+        Args:
+            ids: int64 (n, T).
+            where: bool (n, T), False in column 0.
+            temperature: divides the logits.
+            is_banned: bool (n, T), True where the distribution is that without `banned_ids`; None: nowhere.
+
+        Returns:
+            Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
+        """
+        hidden, places, predicted = hidden_before(
+            self.model.base_model, ids, where, is_packed=self._is_packed, group=self._group
+        )
+        targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
+        head = self.model.get_output_embeddings()
+        banned = None
+        if is_banned is not None and banned_ids:
+            banned = is_banned[:, 1:].reshape(-1).index_select(0, predicted)
+        # A trained token that rows share has the same place, target and ban in each of them.
+        num_ids = ids.max() + 1
+        keys = (places * num_ids + targets) * 2 + (0 if banned is None else banned)
+        distinct, back = torch.unique(keys, return_inverse=True)
+        is_shared = len(distinct) < len(keys)
+        if is_shared:
+            places, targets = distinct // (2 * num_ids), distinct // 2 % num_ids
+            banned = None if banned is None else (distinct % 2).bool()
+        figures = head_logprobs(
+            hidden.index_select(0, places),
+            head.weight,
+            head.bias,
+            targets,
             temperature=temperature,
             max_logits=self._max_logits,
-            is_packed=self._is_packed,
-            group=self._group,
-            is_banned=is_banned,
+            banned=banned,
             banned_ids=banned_ids,
         )
+        logprobs, entropies = (each.index_select(0, back) if is_shared else each for each in figures)
+        return spread(logprobs, predicted, where, self._group), spread(entropies, predicted, where, self._group)
 
     def full_logprobs(self, ids: Tensor) -> Tensor:
         """Return log π(ids[:, t] | ids[:, :t]) of t > 0, (n, T - 1), by the model's own forward pass."""
@@ -57,76 +100,13 @@ class LogprobModule(nn.Module):
         return of_ids
 
 
-def token_logprobs(
-    model: transformers.PreTrainedModel,
-    ids: Tensor,
-    where: Tensor,
-    *,
-    temperature: float,
-    max_logits: int = 2**25,
-    is_packed: bool = False,
-    group: SequenceGroup | None = None,
-    is_banned: Tensor | None = None,
-    banned_ids: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
-    """Return log π(ids[:, t] | ids[:, :t]) and the entropy of the distribution, after temperature, over the full vocabulary.
-
-    Rows are padded on the right or packed. Padding needs no mask: attention is causal, so no token sees the padding after it,
-    and outputs at padding are not read. This keeps the fast causal kernels. Positions count from 0 in every row.
-
-    The decoder runs once. The head runs only on the positions of `where`, in chunks, in the forward pass and again in the
-    backward pass, so that at most `max_logits` logits are in memory.
-
-    Args:
-        model: a decoder-only model with a head; the caller decides on grad mode and autocast.
-        ids: int64 (n, T).
-        where: bool (n, T), False in column 0.
-        temperature: divides the logits.
-        max_logits: held at once, in the precision of the products.
-        is_packed: lay the rows end to end, which wants a model with `use_row_attention`: no padding is computed, and what a
-            row shares with the row before it is computed once.
-        group: the ranks that divide the tokens of packed rows, and make the same call. Each gets the result of all, and the
-            gradient of its own tokens.
-        is_banned: bool (n, T), True where the distribution is that without `banned_ids`; None: nowhere.
-
-    Returns:
-        Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
-    """
-    hidden, places, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed, group=group)
-    targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
-    head = model.get_output_embeddings()
-    banned = None
-    if is_banned is not None and banned_ids:
-        banned = is_banned[:, 1:].reshape(-1).index_select(0, predicted)
-    # A trained token that rows share has the same place, target and ban in each of them.
-    num_ids = ids.max() + 1
-    keys = (places * num_ids + targets) * 2 + (0 if banned is None else banned)
-    distinct, back = torch.unique(keys, return_inverse=True)
-    is_shared = len(distinct) < len(keys)
-    if is_shared:
-        places, targets = distinct // (2 * num_ids), distinct // 2 % num_ids
-        banned = None if banned is None else (distinct % 2).bool()
-    figures = head_logprobs(
-        hidden.index_select(0, places),
-        head.weight,
-        head.bias,
-        targets,
-        temperature=temperature,
-        max_logits=max_logits,
-        banned=banned,
-        banned_ids=banned_ids,
-    )
-    logprobs, entropies = (each.index_select(0, back) if is_shared else each for each in figures)
-    return spread(logprobs, predicted, where, group), spread(entropies, predicted, where, group)
-
-
 def hidden_before(
     decoder: transformers.PreTrainedModel, ids: Tensor, where: Tensor, *, is_packed: bool, group: SequenceGroup | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states (S, H); for each of the m tokens t of `where` the place among them of ids[:, :t], (m,); and the places of
     these tokens for `spread`, (m,). All of them only of the tokens that this rank of `group` has.
 
-    Args as of `token_logprobs`.
+    Args as of `LogprobModule` and its call.
     """
     predicted = where[:, 1:].reshape(-1).nonzero().squeeze(1)
     # The last column predicts nothing here, so it need not be computed.

@@ -14,7 +14,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ from strop.tasks.readers import Row
 from strop.training.preferences import JudgedOn, Pair
 
 logger = logging.getLogger(__name__)
-
-Judged = Callable[[str], str | None]
-"""What of a response is judged; None where it has no such part."""
 
 _AT_ONCE = 1024  # candidates that wait for their judgements: each takes 30 KB and four times its texts meanwhile
 _LENGTH_STEP = 0.1  # pairs are matched within bands of so much of (longer - shorter) / longer
@@ -62,58 +58,94 @@ class MadePairs:
         )
 
 
-async def make_pairs_file(
-    source: Path,
-    out: Path,
-    config: JudgeConfig,
-    *,
-    judged_on: JudgedOn = "summary",
-    think_tag: str = "think",
-    is_prefilled: bool = False,
-    num_judgements: int = 4,
-    threshold: float = 1.0,
-    seed: int = 0,
-) -> MadePairs:
-    """`make_pairs` of the candidates in `source`; `out` is what a stage of kind reward_model reads, there whole or not at all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairMaking:
+    """How candidates are judged, and what is kept.
 
-    Replies are kept in `<out>.replies`, unless the judge's service has a cache: the same call after a failure goes on.
-
-    Raises:
-        TaskError: the candidates cannot be read, or no pair is left of them.
-        UserError: the judge failed.
+    Args:
+        judged_on: what of a response the judge sees, and has its length balanced: what stands behind its last thought, or all.
+        think_tag: of thoughts.
+        is_prefilled: every prompt began a thought, so a response that never ends it has no summary.
+        num_judgements: of each pair, each in a random order.
+        threshold: that the mean difference of a kept pair exceeds.
+        seed: of the selection that balances lengths.
     """
-    candidates = read_candidates(source)
-    service = config.service
-    if service.temperature == 0 and num_judgements > 1:
-        logger.warning("service.temperature is 0: judgements of a pair in one order are one and the same. 1.0 would tell more.")
-    if service.cache is None:
-        service = service.model_copy(update={"cache": str(out.with_name(f"{out.name}.replies"))})
-    judge = ModelJudge(config.model_copy(update={"service": service}))
-    try:
-        made = await make_pairs(
-            judge,
-            candidates,
-            judged_on=judged_on,
-            think_tag=think_tag,
-            is_prefilled=is_prefilled,
-            num_judgements=num_judgements,
-            threshold=threshold,
-            seed=seed,
+
+    judged_on: JudgedOn = "summary"
+    think_tag: str = "think"
+    is_prefilled: bool = False
+    num_judgements: int = 4
+    threshold: float = 1.0
+    seed: int = 0
+
+    async def write_file(self, source: Path, out: Path, config: JudgeConfig) -> MadePairs:
+        """`make` of the candidates in `source`; `out` is what a stage of kind reward_model reads, there whole or not at all.
+
+        Replies are kept in `<out>.replies`, unless the judge's service has a cache: the same call after a failure goes on.
+
+        Raises:
+            TaskError: the candidates cannot be read, or no pair is left of them.
+            UserError: the judge failed.
+        """
+        candidates = read_candidates(source)
+        service = config.service
+        if service.temperature == 0 and self.num_judgements > 1:
+            logger.warning(
+                "service.temperature is 0: judgements of a pair in one order are one and the same. 1.0 would tell more."
+            )
+        if service.cache is None:
+            service = service.model_copy(update={"cache": str(out.with_name(f"{out.name}.replies"))})
+        judge = ModelJudge(config.model_copy(update={"service": service}))
+        try:
+            made = await self.make(judge, candidates)
+        finally:
+            await judge.close()
+        if made.num_without_summary:
+            logger.warning(
+                "%d of %d candidates have a response without a summary: it says nothing behind its last </%s>, or a thought"
+                " does not end. They are left out; --judged-on response has responses judged whole.",
+                made.num_without_summary,
+                len(candidates),
+                self.think_tag,
+            )
+        if not made.pairs:
+            raise TaskError(f"{source}: {made.summary}. {_remedy(made, len(candidates))}")
+        write_text(out, "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in made.pairs))
+        return made
+
+    async def make(self, judge: ModelJudge, candidates: Sequence[Candidates]) -> MadePairs:
+        """Judge all `candidates` and keep what is clear and balanced. With a cache of the judge, a killed run goes on.
+
+        Raises:
+            ServiceRefused: the judge failed.
+        """
+        shown = [
+            (each, first, second)
+            for each in candidates
+            if (first := self._judged(each.first)) is not None and (second := self._judged(each.second)) is not None
+        ]
+        differences: list[float | None] = []
+        for start in range(0, len(shown), _AT_ONCE):
+            part = shown[start : start + _AT_ONCE]
+            differences += await asyncio.gather(
+                *(_difference(judge, each.prompt, first, second, self.num_judgements) for each, first, second in part)
+            )
+        with_verdict = [(each, found) for (each, _, _), found in zip(shown, differences, strict=True) if found is not None]
+        clear = [_pair(each, found) for each, found in with_verdict if abs(found) > self.threshold]
+        kept = balanced(clear, seed=self.seed, length=lambda response: len(self._judged(response) or ""))
+        return MadePairs(
+            pairs=tuple(kept),
+            num_without_summary=len(candidates) - len(shown),
+            num_unjudged=len(shown) - len(with_verdict),
+            num_unclear=len(with_verdict) - len(clear),
+            num_unbalanced=len(clear) - len(kept),
         )
-    finally:
-        await judge.close()
-    if made.num_without_summary:
-        logger.warning(
-            "%d of %d candidates have a response without a summary: it says nothing behind its last </%s>, or a thought does"
-            " not end. They are left out; --judged-on response has responses judged whole.",
-            made.num_without_summary,
-            len(candidates),
-            think_tag,
-        )
-    if not made.pairs:
-        raise TaskError(f"{source}: {made.summary}. {_remedy(made, len(candidates))}")
-    write_text(out, "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in made.pairs))
-    return made
+
+    def _judged(self, response: str) -> str | None:
+        """What of a response is judged; None where it has no such part."""
+        if self.judged_on == "response":
+            return response
+        return final_summary(response, think_tag=self.think_tag, is_prefilled=self.is_prefilled)
 
 
 def read_candidates(path: Path) -> list[Candidates]:
@@ -126,53 +158,6 @@ def read_candidates(path: Path) -> list[Candidates]:
     if not found:
         raise TaskError(f"{path}: it has no rows, so there is nothing to judge.")
     return found
-
-
-async def make_pairs(
-    judge: ModelJudge,
-    candidates: Sequence[Candidates],
-    *,
-    judged_on: JudgedOn = "summary",
-    think_tag: str = "think",
-    is_prefilled: bool = False,
-    num_judgements: int = 4,
-    threshold: float = 1.0,
-    seed: int = 0,
-) -> MadePairs:
-    """Judge all `candidates` and keep what is clear and balanced. With a cache of the judge, a killed run goes on.
-
-    Args:
-        judged_on: what of a response the judge sees, and has its length balanced: what stands behind its last thought, or all.
-        think_tag: of thoughts.
-        is_prefilled: every prompt began a thought, so a response that never ends it has no summary.
-
-    Raises:
-        ServiceRefused: the judge failed.
-    """
-    judged: Judged = (
-        partial(final_summary, think_tag=think_tag, is_prefilled=is_prefilled) if judged_on == "summary" else lambda text: text
-    )
-    shown = [
-        (each, first, second)
-        for each in candidates
-        if (first := judged(each.first)) is not None and (second := judged(each.second)) is not None
-    ]
-    differences: list[float | None] = []
-    for start in range(0, len(shown), _AT_ONCE):
-        part = shown[start : start + _AT_ONCE]
-        differences += await asyncio.gather(
-            *(_difference(judge, each.prompt, first, second, num_judgements) for each, first, second in part)
-        )
-    with_verdict = [(each, found) for (each, _, _), found in zip(shown, differences, strict=True) if found is not None]
-    clear = [_pair(each, found) for each, found in with_verdict if abs(found) > threshold]
-    kept = balanced(clear, seed=seed, length=lambda response: len(judged(response) or ""))
-    return MadePairs(
-        pairs=tuple(kept),
-        num_without_summary=len(candidates) - len(shown),
-        num_unjudged=len(shown) - len(with_verdict),
-        num_unclear=len(with_verdict) - len(clear),
-        num_unbalanced=len(clear) - len(kept),
-    )
 
 
 def balanced(pairs: Sequence[Pair], *, seed: int, length: Callable[[str], int] = len) -> list[Pair]:
@@ -216,9 +201,6 @@ def _remedy(made: MadePairs, num_candidates: int) -> str:
 
 
 def _pair(candidates: Candidates, difference: float) -> Pair:
-    first_is_better = difference > 0
-    return Pair(
-        prompt=candidates.prompt,
-        chosen=candidates.first if first_is_better else candidates.second,
-        rejected=candidates.second if first_is_better else candidates.first,
-    )
+    both = (candidates.first, candidates.second)
+    chosen, rejected = both if difference > 0 else both[::-1]
+    return Pair(prompt=candidates.prompt, chosen=chosen, rejected=rejected)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strop.algorithms.dpo import ranked_rightly
 from strop.algorithms.losses import Aggregation
 from strop.engine.torch.cpu.resources import give_back_freed_memory
 from strop.errors import RunError
@@ -36,19 +37,12 @@ from strop.training.trainer import ComputeThread
 from strop.training.weights import MasterWeights, Snapshot, WriteCheckpoint, copied, read_tensors
 
 
-def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """-log sigmoid(r_chosen - r_rejected) of each pair, in nats; of the shape of its arguments."""
-    return F.softplus(rejected - chosen)
+def preference_loss(margins: Tensor) -> Tensor:
+    """-log sigmoid(margin) of each preference, in nats; of the shape of its argument, which carries the gradient.
 
-
-def pointwise_loss(scores: Tensor, is_good: Tensor) -> Tensor:
-    """-log sigmoid(r) of each good response and -log sigmoid(-r) of each bad one, in nats.
-
-    Args:
-        scores: any shape; carries the gradient.
-        is_good: bool, of that shape.
+    The margin of a pair is r_chosen - r_rejected, that of a good response r and that of a bad one -r.
     """
-    return F.softplus(torch.where(is_good, -scores, scores))
+    return F.softplus(-margins)
 
 
 class RewardTrainer:
@@ -196,20 +190,13 @@ def pack_preferences(preferences: Sequence[PreferenceRows]) -> TokenBatch:
 
 def _losses(part: Sequence[PreferenceRows], scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each preference, and its figures."""
-    found = scores.detach()
     if part[0].is_pair:
-        chosen, rejected = scores[::2], scores[1::2]
-        margin = found[::2] - found[1::2]
-        accuracy = (margin > 0).float() + 0.5 * (margin == 0)
-        return pairwise_loss(chosen, rejected), {
-            "accuracy": accuracy,
-            "margin": margin,
-            "score": (found[::2] + found[1::2]) / 2,
-        }
-    is_good = torch.tensor([each.is_good for each in part], device=scores.device)
-    margin = torch.where(is_good, found, -found)
-    accuracy = (margin > 0).float() + 0.5 * (margin == 0)
-    return pointwise_loss(scores, is_good), {"accuracy": accuracy, "margin": margin, "score": found}
+        margins, means = scores[::2] - scores[1::2], (scores[::2] + scores[1::2]) / 2
+    else:
+        is_good = torch.tensor([each.is_good for each in part], device=scores.device)
+        margins, means = torch.where(is_good, scores, -scores), scores
+    found = margins.detach()
+    return preference_loss(margins), {"accuracy": ranked_rightly(found), "margin": found, "score": means.detach()}
 
 
 def _microbatches(preferences: Sequence[PreferenceRows], max_tokens: int) -> Iterator[list[PreferenceRows]]:

@@ -23,7 +23,7 @@ from strop.training.weights import Weights, overwrite
 if TYPE_CHECKING:
     import transformers
 
-    from strop.training.sequence_parallel import SequenceGroup
+    from strop.training.sharded import SequenceGroup
 
 
 class Reference(nn.Module, ABC):
@@ -174,7 +174,7 @@ class ValueModule(nn.Module):
         self._is_packed, self._group = is_packed, group
 
     def forward(self, ids: Tensor, where: Tensor) -> Tensor:
-        """What is expected before each token of `where`, from ids[:, :t]; args as of `token_logprobs`.
+        """What is expected before each token of `where`, from ids[:, :t]; args as of `LogprobModule`.
 
         Returns:
             float32 (n, T), in units of reward, 0 where `where` is False; with gradient.
