@@ -12,7 +12,8 @@ from strop.algorithms.method import Column
 from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.config import LoraConfig
 from strop.training.models import load_model
-from strop.training.preferences import PairIds, pack_pairs, pair_token_loss, pair_token_statistics, rewards_of, with_advantages
+from strop.training.preferences import PairIds, pack_pairs, rewards_of, with_advantages
+from strop.training.sft import sft_token_loss, sft_token_statistics
 
 BETA = 0.3
 
@@ -62,7 +63,7 @@ async def update(trainer, pairs):
     batch = await scored(trainer, pairs)
     rewards = rewards_of(batch, beta=BETA)
     batch = with_advantages(batch, rewards.margins, beta=BETA)
-    return await trainer.update(batch, pair_token_loss, pair_token_statistics), rewards.figures()
+    return await trainer.update(batch, sft_token_loss, sft_token_statistics), rewards.figures()
 
 
 def gradients_of(trainer, pairs):

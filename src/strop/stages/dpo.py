@@ -44,12 +44,11 @@ from strop.training.preferences import (
     PairRewards,
     Preference,
     pack_pairs,
-    pair_token_loss,
-    pair_token_statistics,
     read_preferences,
     rewards_of,
     with_advantages,
 )
+from strop.training.sft import sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
 
 ItemT = TypeVar("ItemT")
@@ -229,7 +228,7 @@ async def _learn(
         figures = {"time/score_s": time.perf_counter() - started}
         rewards = rewards_of(batch, beta=stage.beta)
         batch = with_advantages(batch, rewards.margins, beta=stage.beta)
-        update = trainer.update(batch, pair_token_loss, pair_token_statistics)
+        update = trainer.update(batch, sft_token_loss, sft_token_statistics)
         report = await keep_skipped(context, batch, update, step=step)
         if not report.is_skipped:
             figures |= {f"dpo/{name}": value for name, value in rewards.figures().items()}

@@ -132,8 +132,8 @@ class Row:
     ids: Sequence[int]
     loss_mask: Sequence[bool]
     advantages: Tensor  # float32 (len(ids),)
-    sampled_logprobs: Sequence[float]
     group: int  # equal for rows that are compared with each other
+    sampled_logprobs: Sequence[float] = ()  # empty: nothing was sampled
     is_banned: Sequence[bool] = ()  # empty: nowhere
 
 
@@ -231,15 +231,16 @@ def pack_rows(
     is_banned = torch.zeros(shape, dtype=torch.bool)
     for index, row in enumerate(rows):
         length = len(row.ids)
-        if not length == len(row.loss_mask) == len(row.sampled_logprobs) == row.advantages.numel():
+        num_sampled = len(row.sampled_logprobs)
+        if not length == len(row.loss_mask) == row.advantages.numel() == (num_sampled or length):
             raise ValueError(
-                f"row {index} has {length} ids, but {len(row.loss_mask)} mask values, {len(row.sampled_logprobs)} log-probs"
+                f"row {index} has {length} ids, but {len(row.loss_mask)} mask values, {num_sampled} log-probs"
                 f" and {row.advantages.numel()} advantages: one of each belongs to every token"
             )
         ids[index, :length] = torch.tensor(row.ids)
         loss_mask[index, :length] = torch.tensor(row.loss_mask)
         advantages[index, :length] = row.advantages
-        sampled_logprobs[index, :length] = torch.tensor(row.sampled_logprobs)
+        sampled_logprobs[index, :num_sampled] = torch.tensor(row.sampled_logprobs)
         is_banned[index, : len(row.is_banned)] = torch.tensor(row.is_banned, dtype=torch.bool)
     loss_mask[:, 0] = False  # nothing comes before it, so nothing predicts it
     groups = torch.tensor([row.group for row in rows], dtype=torch.int64)

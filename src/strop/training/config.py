@@ -84,7 +84,6 @@ class LoraConfig(Config):
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         default="all-linear", description='Names of linear layers, such as "q_proj", or all of them except the head.'
     )
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the matrices that start with random values.")
 
 
 class TrainerConfig(Config):

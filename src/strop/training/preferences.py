@@ -9,9 +9,8 @@ be in two micro-batches (law 4).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.dpo import dpo_loss, implicit_rewards, ranked_rightly, response_advantages, sequence_logprobs
-from strop.algorithms.losses import Aggregation, policy_gradient_token_loss
-from strop.algorithms.method import Column, LossInputs
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import Column
 from strop.errors import TaskError
 from strop.rewards.base import final_summary
 from strop.rewards.reward_model import ExchangeFormat
@@ -127,23 +126,17 @@ def as_rows(
     Args:
         is_prefilled: every prompt began a thought, so a response that never ends it has no summary.
     """
-    summary = partial(final_summary, think_tag=think_tag, is_prefilled=is_prefilled) if judged_on == "summary" else None
-    return (_rows(each, exchanges, summary, max_length) for each in preferences)
-
-
-def _rows(
-    preference: Preference, exchanges: ExchangeFormat, summary: Callable[[str], str | None] | None, max_length: int
-) -> PreferenceRows | None:
-    prompt, rows = exchanges.prompt_ids(preference.prompt), []
-    for response in preference.responses:
-        judged = response if summary is None else summary(response)
-        if judged is None:
-            return None
-        rows.append((*prompt, *exchanges.response_ids(judged)))
-    if max(map(len, rows)) > max_length:
-        return None
-    is_good = not isinstance(preference, Labelled) or preference.is_good
-    return PreferenceRows(rows=tuple(rows), num_prompt_ids=len(prompt), is_good=is_good)
+    for preference in preferences:
+        judged: Sequence[str | None] = preference.responses
+        if judged_on == "summary":
+            judged = [final_summary(each, think_tag=think_tag, is_prefilled=is_prefilled) for each in preference.responses]
+        prompt = exchanges.prompt_ids(preference.prompt)
+        rows = tuple((*prompt, *exchanges.response_ids(each)) for each in judged if each is not None)
+        if len(rows) < len(judged) or max(map(len, rows)) > max_length:
+            yield None
+        else:
+            is_good = not isinstance(preference, Labelled) or preference.is_good
+            yield PreferenceRows(rows=rows, num_prompt_ids=len(prompt), is_good=is_good)
 
 
 def _preference(row: readers.Row | NoRow, place: str) -> Preference | None:
@@ -229,7 +222,6 @@ def pack_pairs(pairs: Sequence[PairIds]) -> TokenBatch:
             ids=(*pair.prompt, *response),
             loss_mask=[False] * len(pair.prompt) + [True] * len(response),
             advantages=torch.zeros(len(pair.prompt) + len(response)),
-            sampled_logprobs=[0.0] * (len(pair.prompt) + len(response)),
             group=index,
         )
         for index, pair in enumerate(pairs)
@@ -258,13 +250,3 @@ def with_advantages(batch: TokenBatch, margins: Tensor, *, beta: float) -> Token
     of_chosen = response_advantages(margins, beta=beta)
     of_row = torch.stack([of_chosen, -of_chosen], dim=1).flatten().to(batch.advantages.dtype)
     return replace(batch, advantages=torch.where(batch.loss_mask, of_row[:, None], 0.0))
-
-
-def pair_token_loss(policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    """-A log π of each token of a response, 0 where masked; added up, it has the gradient of DPO's loss and another value."""
-    return policy_gradient_token_loss(policy_logprobs, inputs.advantages, inputs.loss_mask)
-
-
-def pair_token_statistics(policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
-    """`logprob_nats` of each token of a response, chosen or rejected."""
-    return {"logprob_nats": torch.where(inputs.loss_mask, policy_logprobs, 0.0)}

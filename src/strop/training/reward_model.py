@@ -179,7 +179,6 @@ def pack_preferences(preferences: Sequence[PreferenceRows]) -> TokenBatch:
             ids=row,
             loss_mask=[False] * (len(row) - 1) + [True],
             advantages=torch.full((len(row),), 1.0 if each.is_good and place == 0 else -1.0),
-            sampled_logprobs=[0.0] * len(row),
             group=index,
         )
         for index, each in enumerate(preferences)

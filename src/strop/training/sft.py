@@ -66,7 +66,6 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> TokenBatch:
                 ids=ids,
                 loss_mask=demonstration.loss_mask,
                 advantages=torch.ones(len(ids)),
-                sampled_logprobs=[0.0] * len(ids),
                 group=index,
             )
         )
@@ -74,10 +73,13 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> TokenBatch:
 
 
 def sft_token_loss(policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    """-log π of each demonstrated token, in nats; 0 where masked."""
+    """-A log π of each trained token, in nats; 0 where masked. A demonstrated token has the advantage 1.
+
+    With the advantages of DPO (`preferences.with_advantages`) its sum has the gradient of DPO's loss and another value.
+    """
     return policy_gradient_token_loss(policy_logprobs, inputs.advantages, inputs.loss_mask)
 
 
 def sft_token_statistics(policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
-    """`logprob_nats` of each demonstrated token: its mean is minus the log of the perplexity."""
+    """`logprob_nats` of each trained token: its mean over demonstrations is minus the log of the perplexity."""
     return {"logprob_nats": torch.where(inputs.loss_mask, policy_logprobs, 0.0)}
