@@ -100,19 +100,24 @@ def size(analysis: Analysis) -> str:
 
 def findings(figures: Figures) -> list[str]:
     """What the papers ask of these figures, each in a sentence; only what there is something to say of."""
+    compared = (
+        (
+            f"The first {LAST_OFFSET + 1} tokens after an observation have {{}} nats on average, those of a rollout {{}}: {{}}"
+            " after an observation.",
+            figures.first(*OBSERVED).entropy_nats,
+            figures.first(Position.START).entropy_nats,
+        ),
+        (
+            "Tokens of tool calls have {} nats, tokens of reasoning {}: {} in calls.",
+            figures.part(Part.TOOL_CALL).entropy_nats,
+            figures.part(Part.REASONING).entropy_nats,
+        ),
+    )
     found = []
-    start, behind = figures.first(Position.START).entropy_nats, figures.first(*OBSERVED).entropy_nats
-    if start is not None and behind is not None:
-        found.append(
-            f"The first {LAST_OFFSET + 1} tokens after an observation have {figure(behind)} nats on average, those of a rollout"
-            f" {figure(start)}: {_compared(behind, start)} after an observation."
-        )
-    call, reasoning = figures.part(Part.TOOL_CALL).entropy_nats, figures.part(Part.REASONING).entropy_nats
-    if call is not None and reasoning is not None:
-        found.append(
-            f"Tokens of tool calls have {figure(call)} nats, tokens of reasoning {figure(reasoning)}:"
-            f" {_compared(call, reasoning)} in calls."
-        )
+    for sentence, one, other in compared:
+        if one is not None and other is not None:
+            sign = "more" if one > other else "less" if one < other else "the same"
+            found.append(sentence.format(figure(one), figure(other), sign))
     shares = {
         name: share for position, name in POSITIONS.items() if (share := figures.reasoning(position).high_share) is not None
     }
@@ -120,10 +125,6 @@ def findings(figures: Figures) -> list[str]:
         listed = ", ".join(f"{figure(share, Unit.PERCENT)} {name}" for name, share in shares.items())
         found.append(f"Of reasoning tokens, forking ones are {listed}.")
     return found
-
-
-def _compared(value: float, other: float) -> str:
-    return "more" if value > other else "less" if value < other else "the same"
 
 
 def parts_table(figures: Figures) -> Table:
@@ -270,36 +271,25 @@ def _words_table(figures: Figures) -> Table:
 
 
 def by_offset(figures: Figures) -> list[Drawing]:
-    """Return plots of the tokens after each observation and of the first tokens: ARPO (arXiv 2507.19849), section 1.2."""
-    entropy, reach = [], []
+    """Return the plot of the tokens after each observation and of the first tokens: ARPO (arXiv 2507.19849), section 1.2."""
+    entropy = []
     for position in filter(figures.turns.get, Position):
-        window = list(enumerate(figures.window(position)))
         label, colour = _POSITIONS[position]
         least = _MIN_REACH * figures.turns[position]
-        means = [
-            (float(at), each.entropy_nats) for at, each in window if each.entropy_nats is not None and each.num_tokens >= least
-        ]
-        nums = [(float(at), float(each.num_tokens)) for at, each in window if each.num_tokens]
-        entropy.append(Series(label=label, points=tuple(means), colour=colour))
-        reach.append(Series(label=label, points=tuple(nums), colour=colour))
-    return [
-        Drawing(
-            plot=Plot(title="Entropy by offset", series=tuple(entropy), x_label="offset", y_low=0.0),
-            note="Nats; mean of the completions that reach it, drawn while 5% do.",
-        ),
-        Drawing(
-            plot=Plot(title="Completions that reach the offset", series=tuple(reach), x_label="offset", y_low=0.0),
-            note="Completions that end earlier do not count at later offsets.",
-        ),
-    ]
+        points = tuple(
+            (float(offset), each.entropy_nats)
+            for offset, each in enumerate(figures.window(position))
+            if each.entropy_nats is not None and each.num_tokens >= least
+        )
+        entropy.append(Series(label=label, points=points, colour=colour))
+    plot = Plot(title="Entropy by offset", series=tuple(entropy), x_label="offset", y_low=0.0)
+    return [Drawing(plot=plot, note="Nats; mean of the completions that reach it, drawn while 5% do.")]
 
 
 def over_steps(analysis: Analysis) -> list[Drawing]:
     """Return how each metric changes over the steps; nothing for a single step."""
     if len(analysis.steps) < 2:
         return []
-
-    top = {"top 20%": ("top 20%", 0)}
     draw = partial(_drawing, analysis.steps)
     return [
         draw("Entropy by part", "Mean nats of a sampled token.", _PARTS, lambda each, part: each.part(part).entropy_nats),
@@ -322,18 +312,6 @@ def over_steps(analysis: Analysis) -> list[Drawing]:
             _POSITIONS,
             lambda each, at: each.reasoning(at).reflection_share,
             Unit.PERCENT,
-        ),
-        draw(
-            "Entropy of the top 20%",
-            "Mean nats of marked tokens: near zero, marks mean little.",
-            top,
-            lambda each, _: each.all_tokens.high_entropy_nats,
-        ),
-        draw(
-            "Completions",
-            "Completions at each position: shares of few are noise.",
-            _POSITIONS,
-            lambda each, at: float(each.turns[at]) or None,
         ),
     ]
 

@@ -6,11 +6,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import transformers
@@ -22,25 +22,11 @@ from strop.errors import WeightsNotProven
 from strop.run_directory import write_text
 
 
-class Completed(Protocol):
-    """As `vllm.CompletionOutput`."""
-
-    @property
-    def text(self) -> str: ...
-
-
-class Answered(Protocol):
-    """As `vllm.RequestOutput`: all completions of one prompt."""
-
-    @property
-    def outputs(self) -> Sequence[Completed]: ...
-
-
 class Generator(Protocol):
     """As `vllm.LLM`."""
 
-    def generate(self, prompts: list[str], sampling_params: Any) -> Sequence[Answered]:
-        """One answer for each prompt, in order."""
+    def generate(self, prompts: list[str], sampling_params: Any) -> Sequence[Any]:
+        """One `vllm.RequestOutput` for each prompt, in order: its `outputs` have the `text` of each completion."""
 
 
 def init_vllm(model_id: str, device: str, seed: int, gpu_memory_utilization: float = 0.85, **options: Any) -> Any:
@@ -63,7 +49,7 @@ def init_vllm(model_id: str, device: str, seed: int, gpu_memory_utilization: flo
     number = int(index or 0)
     sees = {} if kind == "cpu" else {"CUDA_VISIBLE_DEVICES": devices[number] if devices else str(number)}
     sys.path.insert(0, str(EXTENSION))  # which the engine's process inherits
-    with _environment(sees):
+    with mock.patch.dict(os.environ, sees):
         return LLM(
             model=model_id,
             dtype="bfloat16",
@@ -92,20 +78,6 @@ def load_policy_into_vllm_instance(policy: transformers.PreTrainedModel, llm: An
             raise WeightsNotProven(f"vLLM does not hold the policy's weights: {error}") from error
         llm.finish_weight_update()
     llm.reset_prefix_cache()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def evaluate_vllm(
