@@ -58,17 +58,6 @@ def checksums_of(run):
     return {name: checksum for name, checksum in checksums.items() if name != "state/.metadata"}
 
 
-def test_without_the_background_the_stage_waits_and_comes_to_the_same_end(scripted_run, tmp_path):
-    recipe = make_recipe(trainer={"optimizer": {"lr": 1e-2}, "background_checkpoints": False})
-    run = run_recipe(tmp_path / "run", recipe).run
-    assert order_of(run, "step_finished", "checkpoint_finished") == [
-        ("step_finished", 1),
-        ("checkpoint_finished", 1),
-        ("step_finished", 2),
-    ]
-    assert_same_training(run, scripted_run.run)
-
-
 def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
     running = []
 

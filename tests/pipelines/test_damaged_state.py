@@ -127,8 +127,11 @@ def test_weights_that_an_update_made_infinite_are_never_saved_and_the_run_goes_o
     ],
     ids=["grpo", "ppo"],
 )
-def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_that_step_saved(tmp_path, method, steps):
-    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}
+def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_that_step_saved(
+    tmp_path, method, steps, monkeypatch
+):
+    monkeypatch.setattr("strop.training.optimizer.MAX_SKIPPED", 2)
+    settings = {"optimizer": {"lr": 1e36}}
     recipe = make_recipe(method=method, steps=3, epochs=3, checkpoint_every=9, trainer=settings)
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
@@ -145,10 +148,11 @@ def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_
     assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == steps
 
 
-def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_path):
+def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_path, monkeypatch):
     """Its update is made, then the policy gives up: the state is no longer that of the last step."""
+    monkeypatch.setattr("strop.training.optimizer.MAX_SKIPPED", 1)
     critic = {"optimizer": {"lr": 1e-3}}
-    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 1, "critic": critic}
+    settings = {"optimizer": {"lr": 1e36}, "critic": critic}
     recipe = make_recipe(
         method={"kind": "ppo", "kl_coefficient": 0.0}, steps=3, checkpoint_every=9, give_up_after=9, trainer=settings
     )
@@ -180,9 +184,10 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_p
     assert batch["loss_mask"].any()
 
 
-def test_expert_iteration_whose_updates_are_not_finite_stops_with_its_state_saved(tmp_path):
+def test_expert_iteration_whose_updates_are_not_finite_stops_with_its_state_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.training.optimizer.MAX_SKIPPED", 2)
     expert = {"kind": "expert_iteration", "init": "base", "steps": 4, "tasks_per_step": 4, "group_size": 4, "batch_size": 16}
-    expert |= {"checkpoint_every": 9, "trainer": {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}}
+    expert |= {"checkpoint_every": 9, "trainer": {"optimizer": {"lr": 1e36}}}
     recipe = recipe_of({"base": RECIPE["stages"]["base"], "expert": expert})
     progress = Watching()
     with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):

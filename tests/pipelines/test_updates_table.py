@@ -57,8 +57,9 @@ def test_law_9_a_kill_among_the_rows_of_a_step_neither_loses_nor_doubles_one(who
     assert rows_of(run) == rows_of(whole)
 
 
-def test_an_update_that_was_skipped_has_a_row_with_its_reason(tmp_path):
-    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 9}
+def test_an_update_that_was_skipped_has_a_row_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.training.optimizer.MAX_SKIPPED", 9)
+    settings = {"optimizer": {"lr": 1e36}}
     recipe = make_recipe(steps=2, epochs=2, give_up_after=9, trainer=settings)
     run = run_recipe(tmp_path / "run", recipe).run
     first, *others = rows_of(run)

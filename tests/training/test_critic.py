@@ -199,8 +199,11 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(model_dire
         asyncio.run(make_trainer(model_directory).load(tmp_path))
 
 
-def test_a_value_loss_that_is_not_finite_changes_nothing_and_ends_a_run_that_goes_on_so(model_directory, make_batch):
-    trainer = with_random_head(make_trainer(model_directory, max_skipped_updates=2))
+def test_a_value_loss_that_is_not_finite_changes_nothing_and_ends_a_run_that_goes_on_so(
+    model_directory, make_batch, monkeypatch
+):
+    monkeypatch.setattr("strop.training.optimizer.MAX_SKIPPED", 2)
+    trainer = with_random_head(make_trainer(model_directory))
     batch = with_values(make_batch(), trainer)
     poisoned = replace(batch, columns={**batch.columns, Column.RETURNS: batch.columns[Column.RETURNS] * math.inf})
     report = update(trainer, poisoned)

@@ -129,7 +129,7 @@ def test_a_policy_that_is_its_reference_has_margins_of_exactly_zero(model_direct
     }
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(rank=4, alpha=8)}])
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(rank=4)}])
 def test_updates_rank_the_pairs_whether_the_reference_is_a_copy_or_the_model_without_its_adapter(model_directory, settings):
     trainer = make_trainer(model_directory, model_directory, **settings)
     pairs = make_pairs()[:5]

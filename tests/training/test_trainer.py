@@ -397,8 +397,9 @@ def poisoned(batch):
     return replace(batch, advantages=batch.advantages.masked_fill(batch.loss_mask, math.nan))
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_changes_nothing(model_directory, make_batch):
-    trainer = make_trainer(model_directory, max_skipped_updates=2)
+def test_an_update_that_is_not_finite_is_skipped_and_changes_nothing(model_directory, make_batch, monkeypatch):
+    monkeypatch.setattr("strop.training.optimizer.MAX_SKIPPED", 2)
+    trainer = make_trainer(model_directory)
     before = weights_of(trainer)
     good = with_old_logprobs(make_batch(), trainer)
 

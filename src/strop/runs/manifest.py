@@ -27,7 +27,7 @@ _FREE_KEYS = re.compile(
     r"kv_mib|sleep)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
     r"stages\.[^.]+\.(async_rollouts\.(max_staleness|too_old)|size_of|give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"
-    r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates|(critic\.)?optimizer\.moments)|"
+    r"trainer\.(worker_timeout_s|(critic\.)?optimizer\.moments)|"
     # How a service is reached, not what it is asked.
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."
     r"(url|key_env|timeout_s|retries|backoff_s|rate_per_s|max_running|cache|max_wait_s|max_batch))"

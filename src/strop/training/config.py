@@ -77,13 +77,10 @@ class CriticConfig(Config):
 
 
 class LoraConfig(Config):
-    """Low-rank matrices next to frozen ones (LoRA, arXiv 2106.09685)."""
+    """Low-rank matrices next to frozen ones (LoRA, arXiv 2106.09685), in all linear layers but the head."""
 
     rank: int = Field(default=16, gt=0, le=65_536, description="Rank of the added matrices.")
     alpha: int = Field(default=32, gt=0, le=10**6, description="The added product is scaled by alpha / rank.")
-    targets: Literal["all-linear"] | tuple[str, ...] = Field(
-        default="all-linear", description='Names of linear layers, such as "q_proj", or all of them except the head.'
-    )
 
 
 class TrainerConfig(Config):
@@ -133,12 +130,6 @@ class TrainerConfig(Config):
     )
     max_logits: int = Field(
         default=2**25, gt=0, le=10**12, description="Logits in memory at once. The default takes 64 MiB in bfloat16."
-    )
-    background_checkpoints: bool = Field(
-        default=True, description="Copy the state in memory and write the checkpoint while training continues."
-    )
-    max_skipped_updates: int = Field(
-        default=3, gt=0, le=_MAX_COUNT, description="Skipped updates in a row after which the run ends with an error."
     )
 
     @property

@@ -99,7 +99,6 @@ class Learner:
             config.optimizer,
             key="trainer.optimizer",
             world=world,
-            max_skipped=config.max_skipped_updates,
             total_updates=total_updates,
         )
 

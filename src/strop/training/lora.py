@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from strop.errors import ModelError, RunError
 from strop.run_directory import writing_to
@@ -24,12 +24,12 @@ _FILE = "adapter_model.safetensors"
 
 
 class Adapter:
-    """Adds matrices A and B to the layers that `config` names: W x becomes W x + (alpha / rank) B A x.
+    """Adds matrices A and B to all linear layers but the head: W x becomes W x + (alpha / rank) B A x.
 
     All other weights are frozen. B starts as zero, so that the model is unchanged at first.
 
     Raises:
-        ModelError: the library is missing, or the model has no such layers.
+        ModelError: the library is missing.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, config: LoraConfig) -> None:
@@ -38,33 +38,20 @@ class Adapter:
             from peft.tuners.lora import LoraLayer
         except ImportError as error:
             raise ModelError("trainer.lora needs the extra 'lora': pip install 'strop[lora]'.") from error
-        targets = list(config.targets) if isinstance(config.targets, tuple) else config.targets
         self._library_config = peft.LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules="all-linear",
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
         )
         self._library_config.base_model_name_or_path = model.config._name_or_path
         model.requires_grad_(False)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # A is random; every process and every run draws the same one
-                peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
-        except ValueError as error:
-            head = model.get_output_embeddings()
-            linear = {
-                name.rpartition(".")[2]
-                for name, module in model.named_modules()
-                if isinstance(module, nn.Linear) and module is not head
-            }
-            raise ModelError(
-                f"trainer.lora.targets = {config.targets!r}: {str(error).partition('.')[0]}. The linear layers of this model:"
-                f" {', '.join(sorted(linear))}."
-            ) from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # A is random; every process and every run draws the same one
+            peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-        for name, module in named:
-            if module is model.get_output_embeddings() or not isinstance(module.get_base_layer(), nn.Linear):
-                raise ModelError(
-                    f"trainer.lora.targets = {config.targets!r}: {name} is no linear layer between embedding and head."
-                )
         self._layers: list[Any] = [module for _, module in named]
         self._scaling: dict[str, float] = {f"{name}.weight": module.scaling[_ADAPTER] for name, module in named}
 

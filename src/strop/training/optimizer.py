@@ -29,6 +29,8 @@ from strop.training.weights import Weights, is_divided, zeros_together
 
 logger = logging.getLogger(__name__)
 
+MAX_SKIPPED = 3  # updates in a row, before the run cannot learn
+
 
 TokenLoss: TypeAlias = Callable[[Tensor, LossInputs], Tensor]
 TokenStatistics: TypeAlias = Callable[[Tensor, LossInputs], dict[str, Tensor]]
@@ -74,7 +76,6 @@ class Optimization:
 
     Args:
         key: where a recipe has `config`, for messages.
-        max_skipped: updates in a row, before the run cannot learn.
         total_updates: where a cosine schedule ends.
     """
 
@@ -85,13 +86,12 @@ class Optimization:
         *,
         key: str,
         world: World,
-        max_skipped: int,
         total_updates: int | None,
     ) -> None:
         config = config.over(total_updates)
         learning_rate(config, config.warmup_updates, total_updates)  # a bad schedule fails now, not later
         self._weights, self._config, self._key, self._world = weights, config, key, world
-        self._max_skipped, self._total_updates = max_skipped, total_updates
+        self._total_updates = total_updates
         self._parameters = list(weights.named().values())
         self.optimizer = _make_optimizer(self._parameters, config)
         self.num_updates = 0
@@ -230,7 +230,7 @@ class Optimization:
         self.optimizer.zero_grad(set_to_none=True)
         self._num_skipped += 1
         logger.warning("update %d under %s is skipped: %s", self.num_updates + 1, self._key, reason)
-        if self._num_skipped >= self._max_skipped:
+        if self._num_skipped >= MAX_SKIPPED:
             raise CannotLearnError(
                 f"{self._num_skipped} updates in a row were skipped, the last because {reason}. The weights are those of update"
                 f" {self.num_updates}. If values are not finite, lower {self._key}.lr or use precision = 'float32'; if"

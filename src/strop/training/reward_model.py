@@ -71,7 +71,6 @@ class RewardTrainer:
             config.optimizer,
             key="trainer.optimizer",
             world=self._world,
-            max_skipped=config.max_skipped_updates,
             total_updates=total_updates,
         )
         self._thread = ComputeThread()
@@ -117,26 +116,19 @@ class RewardTrainer:
 
         await self._thread.run(write)
 
-    async def save(self, directory: Path) -> None:
-        """Write `directory`/state and trainer.json."""
-        await self._thread.run(lambda: self._snapshot(is_copy=False).write(directory))
-        self._optimization.rest()
-
     async def snapshot(self) -> WriteCheckpoint:
-        """Copy what `save` writes. Return a function that writes the copy, also while training continues."""
-        snapshot = await self._thread.run(lambda: self._snapshot(is_copy=True))
-        return snapshot.write
+        """Copy state and counters. Return a function that writes the copy, also while training continues."""
 
-    def _snapshot(self, *, is_copy: bool) -> Snapshot:
-        self._optimization.check()
-        state, counters = self._optimization.state(), self._optimization.counters()
-        if is_copy:
-            state = copied(state)
+        def copy() -> WriteCheckpoint:
+            self._optimization.check()
+            state, counters = copied(self._optimization.state()), self._optimization.counters()
             self._optimization.rest()
-        return Snapshot(write_weights=None, state=state, counters=counters, world=self._world)
+            return Snapshot(write_weights=None, state=state, counters=counters, world=self._world).write
+
+        return await self._thread.run(copy)
 
     async def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote. Raises `RunError` when it is damaged, `ModelError` when it is of another model."""
+        """Go on from what a snapshot wrote. Raises `RunError` when it is damaged, `ModelError` when it is of another model."""
 
         def read() -> None:
             counters = read_json(directory / "trainer.json")

@@ -203,7 +203,6 @@ class Critic:
             config.critic.optimizer,
             key="trainer.critic.optimizer",
             world=world,
-            max_skipped=config.max_skipped_updates,
             total_updates=total_updates,
         )
 

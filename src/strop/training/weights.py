@@ -225,11 +225,8 @@ Raises `RunError` if there is no room, `TrainerLost` if a process of the trainer
 class Checkpointed(Protocol):
     """A trainer of a policy or of a reward model, as the writer of checkpoints sees it."""
 
-    async def save(self, directory: Path) -> None:
-        """Write a checkpoint into `directory`, which is empty."""
-
     async def snapshot(self) -> WriteCheckpoint:
-        """Copy in memory what `save` writes. Return a function that writes the copy, also while training continues."""
+        """Copy a checkpoint in memory. Return a function that writes the copy, also while training continues."""
 
     async def load(self, directory: Path) -> None:
         """Continue from a checkpoint."""

@@ -125,8 +125,8 @@ def _prune(directory: StageDirectory, keep: int) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time and keeps the last `keep_checkpoints` of them.
 
-    With `trainer.background_checkpoints` the stage waits only for a copy in memory, and a writer's error is raised by the next
-    call; otherwise it waits until the checkpoint is written. `async with` leaves no checkpoint unfinished.
+    The stage waits only for a copy in memory, and a writer's error is raised by the next call. `async with` leaves no
+    checkpoint unfinished.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class CheckpointWriter:
         """`settle` is called with the step of the oldest checkpoint that is kept, in a thread that nothing waits for."""
         self.context = context
         self._every, self._saved, self._settle = stage.checkpoint_every, time.monotonic(), settle
-        self._trainer, self._keep, self._in_background = trainer, stage.keep_checkpoints, stage.trainer.background_checkpoints
+        self._trainer, self._keep = trainer, stage.keep_checkpoints
         self._writing: asyncio.Task[None] | None = None
         self.settling: threading.Thread | None = None
 
@@ -154,11 +154,9 @@ class CheckpointWriter:
         self._saved = time.monotonic()
         started = time.perf_counter()
         self.context.event("checkpoint_started", step=step)
-        write = await self._trainer.snapshot() if self._in_background else _writes_at_once(self._trainer)
+        write = await self._trainer.snapshot()
         copied_s = time.perf_counter() - started
         self._writing = asyncio.create_task(self._write(step, write, started, copied_s))
-        if not self._in_background:
-            await self.settle()
 
     async def save_if_missing(self, step: int) -> None:
         """`save`, if `step` is a step and has no checkpoint."""
@@ -201,18 +199,11 @@ class CheckpointWriter:
         directory = self.context.directory
         await asyncio.to_thread(write_directory, directory.checkpoint(step), fill)
         time_s = time.perf_counter() - started
-        waited_s = copied_s if self._in_background else time_s
-        self.context.event("checkpoint_finished", step=step, time_s=time_s, waited_s=waited_s)
+        self.context.event("checkpoint_finished", step=step, time_s=time_s, waited_s=copied_s)
         await asyncio.to_thread(_prune, directory, self._keep)
         if self.settling is None or not self.settling.is_alive():
             self.settling = threading.Thread(target=self._settle, args=(min(_steps(directory)),), daemon=True)
             self.settling.start()
-
-
-def _writes_at_once(trainer: Checkpointed) -> WriteCheckpoint:
-    """Writes the trainer's state, which must not change meanwhile."""
-    loop = asyncio.get_running_loop()
-    return lambda directory: asyncio.run_coroutine_threadsafe(trainer.save(directory), loop).result()
 
 
 def _damage(directory: Path) -> str:
