@@ -8,10 +8,10 @@ Replies are cached on disk, so a second call asks only for what is missing.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from string import Template
 from typing import Any, Literal, Self, TypeAlias
@@ -32,6 +32,7 @@ PROMPT = builtin_prompt("rewrite")
 USER_PROMPT = builtin_prompt("rewrite_user")
 
 _THOUGHTS = ("<think>", "</think>")
+_PARTS = 8  # rows that are in memory at once, for each that the service takes at once
 _IDS = ("trajectory", "tokenizer")  # tokens of the old text, in rows that a stage sampled
 Row: TypeAlias = Mapping[str, Any]
 
@@ -102,8 +103,10 @@ async def rewrite_file(config: RewriteConfig, source: Path, out: Path) -> Rewrit
     num_rewritten, first_failure = 0, ""
     try:
         with writing_rows(out) as add_done, writing_rows(failed_path) as add_failed:
-            async with aclosing(_rewritten(config, client, source)) as rows:
-                async for place, row, reason in rows:
+            in_a_row, rows = Failures(what="not rewritten"), read_rows(source)
+            while part := list(islice(rows, _PARTS * service.max_running)):
+                asking = (_rewrite(config, client, in_a_row, row, _texts(config, row, place)) for place, row in part)
+                for (place, _), (row, reason) in zip(part, await asyncio.gather(*asking), strict=True):
                     if reason:
                         failures[reason.partition(":")[0]] += 1
                         first_failure = first_failure or f"{place}: {reason}"
@@ -116,26 +119,6 @@ async def rewrite_file(config: RewriteConfig, source: Path, out: Path) -> Rewrit
     finally:
         await client.close()
     return Rewriting(num_rewritten=num_rewritten, failures=dict(failures.most_common()), failed_path=failed_path)
-
-
-async def _rewritten(config: RewriteConfig, client: ChatClient, source: Path) -> AsyncGenerator[tuple[str, Row, str]]:
-    """(place, row, why it is not rewritten; "" where it is), in order; so many are asked for at once as the service takes."""
-    failures = Failures(what="not rewritten")
-    waiting: deque[tuple[str, asyncio.Task[tuple[Row, str]]]] = deque()
-    try:
-        for place, row in read_rows(source):
-            asking = asyncio.create_task(_rewrite(config, client, failures, row, _texts(config, row, place)))
-            waiting.append((place, asking))
-            if len(waiting) >= 2 * config.service.max_running:
-                place, asking = waiting.popleft()
-                yield (place, *await asking)
-        while waiting:
-            place, asking = waiting.popleft()
-            yield (place, *await asking)
-    finally:
-        for _, asking in waiting:
-            asking.cancel()
-        await asyncio.gather(*(asking for _, asking in waiting), return_exceptions=True)
 
 
 async def _rewrite(

@@ -18,7 +18,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from itertools import chain, islice
@@ -116,8 +116,7 @@ def _judge_all(
     Args:
         commits: of the benchmarks, for the processes.
     """
-    rows = chain.from_iterable(read_tasks(source, split="train") for source in config.sources)
-    chunks = enumerate(_chunks(rows))
+    chunks = enumerate(_chunks(chain.from_iterable(read_tasks(source, split="train") for source in config.sources)))
     if jobs == 1:
         for number, chunk in chunks:
             if not part_path(parts, number).exists():
@@ -127,16 +126,11 @@ def _judge_all(
     context = multiprocessing.get_context("spawn")  # the parent may have threads, such as pyarrow's
     try:
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config, commits)) as pool:
-            running: dict[Future[None], int] = {}
-            for number, chunk in chunks:
-                if part_path(parts, number).exists():
-                    progress(len(chunk))
-                    continue
-                if len(running) >= 2 * jobs:
-                    progress(_collect(running))
-                running[pool.submit(_judge_chunk, part_path(parts, number), chunk)] = len(chunk)
-            while running:
-                progress(_collect(running))
+            while several := [(part_path(parts, number), chunk) for number, chunk in islice(chunks, 4 * jobs)]:
+                missing = [(path, chunk) for path, chunk in several if not path.exists()]
+                for judging in [pool.submit(_judge_chunk, path, chunk) for path, chunk in missing]:
+                    judging.result()
+                progress(sum(len(chunk) for _, chunk in several))
     except BrokenProcessPool as error:
         raise MachineError("curation: a process that judged tasks was killed. The same command resumes.") from error
 
@@ -144,16 +138,6 @@ def _judge_all(
 def _chunks(rows: Iterator[Verdict]) -> Iterator[list[Verdict]]:
     while chunk := list(islice(rows, CHUNK_TASKS)):
         yield chunk
-
-
-def _collect(running: dict[Future[None], int]) -> int:
-    """Wait until a chunk is judged, and return the number of its rows."""
-    done, _ = wait(running, return_when=FIRST_COMPLETED)
-    num_rows = 0
-    for future in done:
-        num_rows += running.pop(future)
-        future.result()
-    return num_rows
 
 
 _worker_rules: list[ScopedRule] = []  # of a worker process
