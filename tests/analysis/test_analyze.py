@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from reports.fake_run import write_run
-from strop.analysis.page import analysis_page
 from strop.analysis.read import parse_steps, read_analysis
 from strop.cli import app
 from strop.errors import RunError, UserError
@@ -163,38 +162,3 @@ def test_of_a_rollout_that_was_played_again_the_last_counts(run):
     first = path.read_text().splitlines(keepends=True)[0]
     path.write_text(path.read_text() + first)
     assert read_analysis(run).steps[10].num_rollouts == 24
-
-
-def test_the_page_marks_the_tokens_that_the_json_counts_and_escapes_what_the_policy_wrote(run):
-    def attack(line):
-        turn = line["rollout"]["trajectory"]["turns"][0]
-        turn["observation_text"] = "<script>alert(1)</script>"
-
-    rewrite(run.stage("rl").rollouts(10), attack)
-    analysis = read_analysis(run, steps=parse_steps("10"))
-    page = analysis_page(analysis)
-    shown = [token for each in analysis.shown for turn in each.marked for token in turn.tokens]
-    assert any(token.is_high for token in shown)
-    spans = page.count('<span class="tok high') - 1  # one is the key's
-    assert spans == sum(token.is_high for token in shown)
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert(1)" in page
-
-
-def test_a_page_says_which_turns_a_branch_shares_with_its_parent(run):
-    def branch(line):
-        line["rollout"]["trajectory"]["key"]["branch"] = 1
-        turn = line["rollout"]["trajectory"]["turns"][0]
-        line["rollout"]["trajectory"]["forked_at"] = len(turn["completion"]["ids"]) + len(turn["observation_ids"])
-
-    rewrite(run.stage("rl").rollouts(10), branch)
-    page = analysis_page(read_analysis(run, steps=parse_steps("10")))
-    assert "Turn 1, at the start, shared with its parent" in page
-    assert "Turn 2, after a success, shared" not in page
-
-
-def test_shown_rollouts_hold_errors_successes_and_different_tasks(run):
-    shown = read_analysis(run, steps=parse_steps("1")).shown
-    tasks = [each.scored.trajectory.task_id for each in shown if each.scored.trajectory.num_errors]
-    assert len(tasks) == len(set(tasks)) == 2
-    assert any(not each.scored.trajectory.num_errors for each in shown)

@@ -193,7 +193,7 @@ def with_entropies(trajectory: Trajectory, entropies: Sequence[float]) -> Trajec
     return replace(trajectory, turns=tuple(turns))
 
 
-def mark(trajectory: Trajectory, texts: Sequence[Sequence[str]], *, share: float = TOP_SHARE) -> tuple[MarkedTurn, ...]:
+def mark(trajectory: Trajectory, texts: Sequence[Sequence[str]]) -> tuple[MarkedTurn, ...]:
     """Return `trajectory`, which has entropies, with its tokens marked; `texts` holds the texts of each turn's ids.
 
     High entropy is a rank among all tokens that were sampled on the way from the prompt to the end, so also among those that a
@@ -206,7 +206,7 @@ def mark(trajectory: Trajectory, texts: Sequence[Sequence[str]], *, share: float
         if not is_forced
     ]
     entropies = [trajectory.turns[turn].completion.entropies[place] for turn, place in ranked]
-    high = {ranked[number] for number in top_entropy(entropies, share=share)}
+    high = {ranked[number] for number in top_entropy(entropies)}
     turns, num_tokens, before = [], 0, None
     for index, turn in enumerate(trajectory.turns):
         own = num_tokens >= trajectory.forked_at

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.analysis.marks import TOP_SHARE, MarkedTurn, Part, Position, Token
-from strop.analysis.read import Analysis, Shown
+from strop.analysis.marks import TOP_SHARE, Part, Position
+from strop.analysis.read import Analysis
 from strop.analysis.statistics import LAST_OFFSET, Figures
 from strop.reports.html import render
 from strop.reports.number_format import Table, Unit, figure
 from strop.reports.plots import Drawing, Plot, Series
 from strop.run_directory import RunDirectory, write_json, write_text
-from strop.types import Turn
 
 FORMAT_VERSION = 1
 OBSERVED = (Position.SUCCESS, Position.ERROR, Position.OTHER)
@@ -174,7 +173,6 @@ _MIN_REACH = 0.05  # of a position's completions: means of fewer are noise and a
 _POSITIONS = {position: (name, 2 * number) for number, (position, name) in enumerate(POSITIONS.items())}  # name, colour
 _PARTS = {part: (name, colour) for (part, name), colour in zip(PARTS.items(), (0, 3, 1), strict=True)}
 _OF_REASONING = "Share of reasoning tokens "
-_MAX_TOKENS = 1200  # of one completion; what is left out is counted
 _NUM_TEXTS, _NUM_WORDS = 24, 24
 
 
@@ -193,62 +191,8 @@ def analysis_page(analysis: Analysis) -> str:
         steps=over_steps(analysis),
         texts=_texts_table(total),
         words=_words_table(total),
-        rollouts=[_rollout(each) for each in reversed(analysis.shown)],
-        token_class=token_class,
-        token_heat=token_heat,
         top_share=f"{TOP_SHARE:.0%}",
     )
-
-
-def token_class(token: Token) -> str:
-    """What the style sheet shows of a token."""
-    names = {
-        "tok": True,
-        "high": token.is_high,
-        "second": token.is_reflection,
-        "in-call": token.part is Part.TOOL_CALL,
-        "in-answer": token.part is Part.ANSWER,
-        "forced": not token.is_sampled,
-        "rest": token.text == "",
-    }
-    return " ".join(name for name, holds in names.items() if holds)
-
-
-def token_heat(token: Token) -> str:
-    """How strong the mark is: a token may be in the top 20 % of a rollout that is sure of everything."""
-    return f"{min(1.0, token.entropy / 1.5):.2f}"
-
-
-def _rollout(each: Shown) -> dict[str, Any]:
-    """Return what the page shows of a rollout."""
-    trajectory = each.scored.trajectory
-    key = trajectory.key
-    branch = f" · branch {key.branch}" if key.branch else ""
-    return {
-        "step": each.step,
-        "name": f"{trajectory.task_id} · attempt {key.attempt}{branch}",
-        "reward": shown(each.scored.reward),
-        "stop_reason": trajectory.stop_reason.value.replace("_", " "),
-        "calls": [call for turn in trajectory.turns for call in turn.calls],
-        "turns": [_turn(turn, marked) for turn, marked in zip(trajectory.turns, each.marked, strict=True)],
-    }
-
-
-def _turn(turn: Turn, marked: MarkedTurn) -> dict[str, Any]:
-    """Return what the page shows of a turn: all tokens of its completion, or the two ends of a long one."""
-    num_left_out = max(0, len(marked.tokens) - _MAX_TOKENS)
-    num_head = 2 * _MAX_TOKENS // 3 if num_left_out else len(marked.tokens)
-    return {
-        "position": POSITIONS[marked.position] + ("" if marked.is_own else ", shared with its parent"),
-        "num_tokens": len(marked.sampled),
-        "num_forking": sum(token.is_forking for token in marked.sampled),
-        "num_reflection": sum(token.is_reflection for token in marked.sampled),
-        "head": marked.tokens[:num_head],
-        "num_left_out": num_left_out,
-        "tail": marked.tokens[num_head + num_left_out :],
-        "calls": turn.calls,
-        "observation": turn.observation_text,
-    }
 
 
 def _texts_table(figures: Figures) -> Table:

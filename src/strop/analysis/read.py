@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from pydantic import TypeAdapter, ValidationError
 
-from strop.analysis.marks import MarkedTurn, Position, mark, with_entropies
+from strop.analysis.marks import mark, with_entropies
 from strop.analysis.statistics import Figures, count
 from strop.errors import RunError, UserError
 from strop.reports.log import RunLog, StageLog, read_run
 from strop.reports.rollouts import find_tokenizer, token_texts
 from strop.run_directory import RunDirectory, names_damage, read_json, read_lines
-from strop.types import RolloutKey, ScoredTrajectory, Trajectory
+from strop.types import RolloutKey, ScoredTrajectory
 
-_SHOWN_OF_A_KIND = 2
 _MAX_KNOWN = 4096  # turns whose texts are remembered
 _SCORED = TypeAdapter(ScoredTrajectory)
 _FILE = re.compile(r"step-(\d+)\.jsonl(\.gz)?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """One rollout that the page shows."""
-
-    step: int
-    scored: ScoredTrajectory
-    marked: tuple[MarkedTurn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +31,6 @@ class Analysis:
     stage: str
     steps: Mapping[int, Figures]
     num_without_entropies: int  # number of skipped rollouts
-    shown: tuple[Shown, ...]
 
     @property
     def total(self) -> Figures:
@@ -71,7 +60,7 @@ def read_analysis(
     stage: str | None = None,
     steps: Sequence[range] | None = None,
 ) -> Analysis:
-    """Read the rollouts of `stage` in `steps` (default: all), with a few of the first and of the last step to show.
+    """Count the tokens of the rollouts of `stage` in `steps` (default: all).
 
     The default stage is the last one that trains on rollouts, else the last one with rollouts.
 
@@ -88,27 +77,20 @@ def read_analysis(
         )
     texts = lru_cache(_MAX_KNOWN)(partial(token_texts, tokenizer))  # of the ids of a turn
     figures: dict[int, Figures] = {}
-    shown: list[Shown] = []
     num_without = 0
-    wanted = _steps(run, chosen.name, steps)
-    for step in wanted:
-        played = list(_played(run, chosen.name, step))
+    for step in _steps(run, chosen.name, steps):
         trained = _trained_entropies(run, chosen.name, step)
-        complete = []
-        for scored in played:
+        marked = []
+        for scored in _played(run, chosen.name, step):
             whole = with_entropies(scored.trajectory, trained.get(scored.trajectory.key, ()))
-            complete += [] if whole is None else [replace(scored, trajectory=whole)]
-        num_without += len(played) - len(complete)
-        rollouts = [Shown(step=step, scored=each, marked=_marked(each.trajectory, texts)) for each in complete]
-        figures[step] = count(each.marked for each in rollouts)
-        shown += some_of_each(rollouts) if step in (wanted[0], wanted[-1]) else []
+            if whole is None:
+                num_without += 1
+            else:
+                marked.append(mark(whole, [texts(turn.completion.ids) for turn in whole.turns]))
+        figures[step] = count(marked)
     if not sum(each.num_rollouts for each in figures.values()):
         raise RunError(_nothing_to_count(run, chosen.name, num_without))
-    return Analysis(run=log.name, stage=chosen.name, steps=figures, num_without_entropies=num_without, shown=tuple(shown))
-
-
-def _marked(trajectory: Trajectory, texts: Callable[[tuple[int, ...]], list[str]]) -> tuple[MarkedTurn, ...]:
-    return mark(trajectory, [texts(turn.completion.ids) for turn in trajectory.turns])
+    return Analysis(run=log.name, stage=chosen.name, steps=figures, num_without_entropies=num_without)
 
 
 def _nothing_to_count(run: RunDirectory, stage: str, num_without: int) -> str:
@@ -120,30 +102,6 @@ def _nothing_to_count(run: RunDirectory, stage: str, num_without: int) -> str:
             " that run."
         )
     return f"{place}: no rollout has finished yet. Try again when one has."
-
-
-def some_of_each(rollouts: Sequence[Shown]) -> list[Shown]:
-    """Choose some rollouts with an error, with successful calls and without calls, of different tasks.
-
-    Rollouts with the most forking tokens after observations come first, since the papers discuss these.
-    """
-    kinds: dict[Position, list[Shown]] = {Position.ERROR: [], Position.SUCCESS: [], Position.START: []}
-    for each in rollouts:
-        positions = {turn.position for turn in each.marked}
-        kind = next((kind for kind in (Position.ERROR, Position.SUCCESS) if kind in positions), Position.START)
-        kinds[kind].append(each)
-    chosen: list[Shown] = []
-    for of_a_kind in kinds.values():
-        by_task: dict[str, Shown] = {}
-        for each in sorted(of_a_kind, key=_num_forking_after_observations, reverse=True):
-            by_task.setdefault(each.scored.trajectory.task_id, each)
-        chosen += list(by_task.values())[:_SHOWN_OF_A_KIND]
-    return chosen
-
-
-def _num_forking_after_observations(shown: Shown) -> int:
-    turns = [turn for turn in shown.marked if turn.position is not Position.START]
-    return sum(token.is_forking for turn in turns for token in turn.sampled)
 
 
 def _stage(run: RunDirectory, log: RunLog, name: str | None) -> StageLog:
