@@ -38,8 +38,7 @@ from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe, resolve
 from strop.sandbox.protocol import CodeRunner
 from strop.stages.context import Silent
-from strop.tools.limits import WrappedTool
-from strop.tools.protocol import Tool, ToolResult
+from strop.tools.protocol import Tool, ToolResult, WrappedTool
 from strop.tools.python import Python
 
 ROOT = Path(__file__).parents[1]

@@ -44,6 +44,13 @@ def one_thread():
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    """A second before a service is asked again is long for a test."""
+    if "strop.http" in sys.modules:
+        monkeypatch.setattr(sys.modules["strop.http"], "BACKOFF_S", 0.01)
+
+
 @pytest.fixture(scope="module")
 def one_ray():
     """Ray for all tests of a file, since it takes seconds to start."""

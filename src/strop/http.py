@@ -1,4 +1,4 @@
-"""Asks services over HTTP: rate limits, retries, and JSON in both directions."""
+"""Asks services over HTTP: retries, and JSON in both directions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import httpx2
 from pydantic import Field
 
 from strop.config import Config
-from strop.deadline import clock_stopped
 from strop.errors import MachineError, UserError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +24,7 @@ _RETRY_STATUS = frozenset({408, 425, 429})  # and every 5xx
 _KEY_STATUS = frozenset({401, 402, 403})
 _ADDRESS_STATUS = frozenset({404, 405, 410})  # and every 3xx: redirections are not followed
 _REQUEST_STATUS = frozenset({400, 413, 414, 422})
+BACKOFF_S = 1.0  # before the first retry; doubled for each further one
 _MAX_PAUSE_S = 60.0
 _CLOSED = "what judges answers was closed, or did not judge every pair"
 
@@ -58,10 +58,6 @@ class ServiceLimits(Config):
     key_env: str | None = Field(default=None, description="Environment variable with the key, which is sent as a bearer token.")
     timeout_s: float = Field(default=60.0, gt=0, le=86_400, description="Time limit of one try.")
     retries: int = Field(default=5, ge=0, le=1000, description="Tries after the first one.")
-    backoff_s: float = Field(
-        default=1.0, ge=0, le=3600, description="Pause before the first retry; doubled for each further one."
-    )
-    rate_per_s: float | None = Field(default=None, gt=0, le=1e6, description="Requests started per second. Unset: no limit.")
 
 
 class WebServiceConfig(ServiceLimits):
@@ -100,7 +96,6 @@ class PatientClient:
         self._running: AbstractAsyncContextManager[None] = (
             nullcontext() if max_running is None else asyncio.Semaphore(max_running)
         )
-        self._next_start = 0.0  # on the loop's clock
         self._draw = random.Random(0)  # for pauses only
 
     async def ask(
@@ -124,7 +119,6 @@ class PatientClient:
         fault, is_unknown, num_tries = "", False, 1 + self._limits.retries
         async with self._running:
             for number in range(1, num_tries + 1):
-                await self._pace()
                 asked_pause_s, is_unknown = 0.0, False
                 try:
                     async with asyncio.timeout(self._limits.timeout_s):  # httpx2 limits each wait, not the request
@@ -146,7 +140,7 @@ class PatientClient:
                     fault = str(refused)
                 logger.warning("try %d of %d failed: %s", number, num_tries, fault)
                 if number < num_tries:
-                    pause_s = self._limits.backoff_s * 2 ** (number - 1) * self._draw.uniform(0.75, 1.25)
+                    pause_s = BACKOFF_S * 2 ** (number - 1) * self._draw.uniform(0.75, 1.25)
                     await asyncio.sleep(min(max(pause_s, asked_pause_s), self._max_pause_s))
         hint = " Is the address right, and is there a network?" if is_unknown else ""
         message = f"{fault.rstrip('.')}; that was the last of {num_tries} tries.{hint}"
@@ -165,15 +159,6 @@ class PatientClient:
                 keys["limits"] = httpx2.Limits(max_connections=self._max_running, max_keepalive_connections=self._max_running)
             self._client = httpx2.AsyncClient(**keys)
         return self._client
-
-    async def _pace(self) -> None:
-        if self._limits.rate_per_s is None:
-            return
-        now = asyncio.get_running_loop().time()
-        start = max(now, self._next_start)
-        self._next_start = start + 1 / self._limits.rate_per_s
-        with clock_stopped():  # the start is fixed, so the wait does not count against the caller's deadline
-            await asyncio.sleep(start - now)
 
     def _fault(self, response: httpx2.Response, place: str, hints: Mapping[int, str]) -> str:
         """The fault of an answer that is worth another try. Raises `ServiceRefused` for any other answer."""
@@ -252,7 +237,7 @@ class JsonService:
             if refused.status is not None:
                 raise
             raise ServiceRefused(
-                f"{refused} Repair the service, or give it more time (timeout_s, retries, backoff_s). {self._what_is_kept()}"
+                f"{refused} Repair the service, or give it more time (timeout_s, retries). {self._what_is_kept()}"
             ) from refused
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from strop.run_directory import read_lines
 
 
 def config(service, **keys):
-    told = {"service": {"url": service.url, "model": "writer", "backoff_s": 0.01, "retries": 1, "max_running": 4}} | keys
+    told = {"service": {"url": service.url, "model": "writer", "retries": 1, "max_running": 4}} | keys
     return RewriteConfig.model_validate_json(json.dumps(told))
 
 

@@ -96,7 +96,7 @@ def test_a_file_of_another_form_is_named(read, rows, message, tmp_path):
 
 
 def judge_config(service, **keys):
-    return JudgeConfig(service=ChatServiceConfig(url=service.url, model="judge", backoff_s=0.01), tries=1, **keys)
+    return JudgeConfig(service=ChatServiceConfig(url=service.url, model="judge"), tries=1, **keys)
 
 
 def shown(asked):

@@ -184,7 +184,7 @@ def test_pairs_outlive_a_judge_that_talks_nonsense_and_one_that_takes_too_long(s
     assert len(two) - len(nonsense) == server.num_requests() - before
 
     put(candidates, CANDIDATES)
-    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=service | {"timeout_s": 0.02, "retries": 1, "backoff_s": 0.01})
+    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=service | {"timeout_s": 0.02, "retries": 1})
     status, _, err = strop(*words, "--threshold", 0)
     assert status == 2
     told = error_of(err)

@@ -55,7 +55,7 @@ def test_where_moments_lie_may_differ(of):
     assert len(between(f"stages.rl.trainer.{of}.lr")) == 1
 
 
-SERVICE = ("url", "key_env", "timeout_s", "retries", "backoff_s", "rate_per_s", "max_running", "cache")
+SERVICE = ("url", "key_env", "timeout_s", "retries", "max_running", "cache")
 
 
 @pytest.mark.parametrize("of", ["scorer", "judge.service"])

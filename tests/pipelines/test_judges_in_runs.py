@@ -22,7 +22,7 @@ def never(task, trajectory):
 
 
 def with_judge(service, *, cache=None, tries=2, max_running=16):
-    chat = {"url": service.url, "model": "the-judge", "backoff_s": 0.01, "max_running": max_running}
+    chat = {"url": service.url, "model": "the-judge", "max_running": max_running}
     judge = {"service": chat | ({} if cache is None else {"cache": str(cache)}), "tries": tries}
     return {"kind": "sum", "parts": {"accuracy": {"kind": "math"}, "clear": {"kind": "judge", "judge": judge}}}
 
@@ -96,7 +96,7 @@ def test_a_step_whose_rollouts_are_void_names_who_could_not_judge_and_so_does_it
         return said(VERDICT if question(asked) == first_asked[0] else NONSENSE)
 
     with serving(refuses) as service:
-        scorer = {"kind": "http", "url": service.url, "max_batch": 1, "max_running": 1, "backoff_s": 0.01}
+        scorer = {"kind": "http", "url": service.url, "max_batch": 1, "max_running": 1}
         clear = {
             JUDGE: with_judge(service, max_running=1)["parts"]["clear"],
             SCORER: {"kind": "scorer", "scorer": scorer},

@@ -31,7 +31,7 @@ def judged(config, *trajectories, task=TASK):
 
 
 def scorer(service, **keys):
-    return {"kind": "scorer", "scorer": {"kind": "http", "url": service.url, "backoff_s": 0.01, "retries": 1}} | keys
+    return {"kind": "scorer", "scorer": {"kind": "http", "url": service.url, "retries": 1}} | keys
 
 
 def lengths(asked, _):

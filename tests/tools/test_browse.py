@@ -15,6 +15,7 @@ from web_server import Answer, Asked, serving
 from rewards.scorers import chat_service
 from strop.errors import ToolBroken, UserError
 from strop.sandbox import ScriptedSandbox
+from strop.tools import browse as browse_module
 from strop.tools.browse import Browse, BrowseTool, passage
 from strop.tools.protocol import ToolResult
 from strop.types import ToolOutcome
@@ -102,9 +103,11 @@ def test_pages_and_pdfs_become_text(path: str, text: str) -> None:
         ("/late", "it took more than 1 s"),
     ],
 )
-def test_what_cannot_be_read_is_told_to_the_policy(path: str, said: str) -> None:
+def test_what_cannot_be_read_is_told_to_the_policy(path: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "/late":
+        monkeypatch.setattr(browse_module, "_TIMEOUT_S", 1.0)
     with serving(answers) as server:
-        found = browse(server.url + path, timeout_s=1.0 if path == "/late" else 20.0)
+        found = browse(server.url + path)
     assert found.outcome is ToolOutcome.ERROR
     assert said in found.text
 
@@ -208,8 +211,9 @@ def test_a_long_page_is_cut_to_the_passage_with_the_most_words_of_the_query() ->
     assert passage("short", "anything", max_chars=200) == "short"
 
 
-def test_no_more_than_the_largest_page_is_read() -> None:
+def test_no_more_than_the_largest_page_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(browse_module, "_MAX_BYTES", 1 << 20)
     big = Answer(body=b"x" * (3 << 20), headers={"Content-Type": "text/plain"})
     with serving(lambda asked, number: big) as server:
-        body, _, _ = with_tool(lambda tool: tool._fetch(server.url + "/"), max_mib=1)
+        body, _, _ = with_tool(lambda tool: tool._fetch(server.url + "/"))
     assert 1 << 20 <= len(body) < 2 << 20

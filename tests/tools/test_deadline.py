@@ -10,12 +10,11 @@ from contextlib import AsyncExitStack
 import pytest
 
 from scripted_node import ScriptedNode
-from strop.config import validate
 from strop.deadline import clock_stopped, deadline
 from strop.sandbox import ScriptedSandbox
 from strop.tools import Python, Tool, tool
-from strop.tools.limits import CallLimits, NoisyTool, limited
-from strop.tools.mcp import Mcp
+from strop.tools.mcp import Mcp, McpServer, McpTool
+from strop.tools.protocol import CallLimits, NoisyTool, ToolSpec, limited
 from strop.tools.python import PythonTool
 from strop.tools.search.tool import Search
 from strop.types import ToolOutcome
@@ -101,8 +100,9 @@ def test_every_kind_of_tool_says_when_its_calls_have_ended_by_its_own_limits() -
     python = PythonTool(ScriptedSandbox(answer={}), Python.Config(wall_s=120.0))
     assert python.longest_call_s == 360.0
     # Four tries of (30 to connect + 30 of the call + 5 for a sign of life + 10 to part), pauses of 0, 0, 1 and 2 s.
-    command = {"command": [sys.executable, "server.py"]}
-    assert validate(Mcp.Config, command, place="the test").longest_call_s == 4 * 75.0 + 3.0
+    server = McpServer(Mcp(command=[sys.executable, "server.py"]).config, key="tools.remote")
+    spec = ToolSpec(name="add", description="Adds.", parameters={})
+    assert McpTool(server, "add", spec).longest_call_s == 4 * 75.0 + 3.0
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,16 @@ from strop.types import ToolOutcome
 _ResultT = TypeVar("_ResultT")
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-PATIENT = {"start_s": 100.0, "wall_s": 100.0}  # a server takes long to start where many programs do
+PATIENT = {"wall_s": 100.0}  # a server takes long to start where many programs do
 STDIO: dict[str, Any] = {**PATIENT, "command": [sys.executable, SERVER, "stdio"]}
 
 pytestmark = pytest.mark.timeout(240)
+ONE_TRY = (0.0,)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp, "_START_S", 100.0)
 
 
 def with_tools(config: dict[str, Any], use: Callable[[dict[str, Tool]], Awaitable[_ResultT]]) -> _ResultT:
@@ -107,22 +113,28 @@ async def every_refusal(tools: dict[str, Tool], *codes: int) -> None:
     assert await waiting == (ToolOutcome.STDOUT, "waited")
 
 
-def test_a_server_over_stdin_and_stdout_offers_its_tools_with_typed_outcomes_and_errors_of_the_protocol_are_answers() -> None:
+def test_a_server_over_stdin_and_stdout_offers_its_tools_with_typed_outcomes_and_errors_of_the_protocol_are_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp, "_PAUSES_S", ONE_TRY)
+
     async def play(tools: dict[str, Tool]) -> None:
         await every_outcome(tools)
         await every_refusal(tools, -32002, -32600, -32601, -32603, -32000, 7)
 
-    with_tools({**STDIO, "retries": 0}, play)
+    with_tools(STDIO, play)
 
 
-def test_so_does_a_server_over_http() -> None:
+def test_so_does_a_server_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp, "_PAUSES_S", ONE_TRY)
+
     async def play(tools: dict[str, Tool]) -> None:
         await every_outcome(tools)
         await every_refusal(tools, -32002, -32600, -32601, -32603, 7)
 
     with http_server() as (url, start):
         start()
-        with_tools({**PATIENT, "url": url, "retries": 0}, play)
+        with_tools({**PATIENT, "url": url}, play)
 
 
 def scripted(*, listing: Answer, calls: Callable[[int], Answer]) -> Callable[[Asked, int], Answer]:
@@ -156,7 +168,7 @@ def test_an_answer_that_a_proxy_lost_is_asked_for_again_and_the_policy_does_not_
         return Answer(body=b"bad gateway", status=502) if number == 0 else found
 
     with serving(scripted(listing=ONE_TOOL, calls=answer)) as server:
-        config = {**PATIENT, "url": f"{server.url}/mcp", "retries": 1}
+        config = {**PATIENT, "url": f"{server.url}/mcp"}
         assert with_tools(config, lambda tools: told(tools["look"])) == (ToolOutcome.STDOUT, "found")
 
 
@@ -203,11 +215,15 @@ def test_an_answer_against_its_own_schema_is_the_servers_error_and_is_not_asked_
     [
         (Answer(body={"error": {"code": -32603, "message": "the list is gone"}}), "MCPError: the list is gone"),
         (Answer(body={"result": {"tools": "none"}}), "does not list its tools: "),
-        (Answer(body={}, delay_s=6.0), "no list within start_s = 2 s"),
+        (Answer(body={}, delay_s=6.0), "no list within 2 s"),
     ],
     ids=["refused", "no list", "silent"],
 )
-def test_a_server_that_does_not_list_its_tools_is_told_with_the_key(listing: Answer, fault: str) -> None:
+def test_a_server_that_does_not_list_its_tools_is_told_with_the_key(
+    listing: Answer, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp, "_START_S", 2.0)
+
     async def play(tools: dict[str, Tool]) -> None:
         raise AssertionError("it opened")
 
@@ -215,7 +231,7 @@ def test_a_server_that_does_not_list_its_tools_is_told_with_the_key(listing: Ans
         serving(scripted(listing=listing, calls=lambda number: listing)) as server,
         pytest.raises(UserError, match=f"tools.remote: the MCP server .*{fault}"),
     ):
-        with_tools({**PATIENT, "url": f"{server.url}/mcp", "start_s": 2.0}, play)
+        with_tools({**PATIENT, "url": f"{server.url}/mcp"}, play)
 
 
 def test_a_server_that_dies_in_mid_call_is_started_anew_and_the_policy_does_not_see_it(tmp_path: Path) -> None:
@@ -230,7 +246,11 @@ def test_a_server_that_dies_in_mid_call_is_started_anew_and_the_policy_does_not_
 
 
 @pytest.mark.slow
-def test_a_server_that_keeps_dying_breaks_the_tool_and_its_last_words_are_told(tmp_path: Path) -> None:
+def test_a_server_that_keeps_dying_breaks_the_tool_and_its_last_words_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp, "_PAUSES_S", 2 * ONE_TRY)
+
     async def play(tools: dict[str, Tool]) -> None:
         with pytest.raises(
             ToolBroken, match=r"tools.remote: failed 2 times in a row.* was lost during a call of die.*dying as told"
@@ -238,11 +258,13 @@ def test_a_server_that_keeps_dying_breaks_the_tool_and_its_last_words_are_told(t
             await told(tools["die"], marks=str(tmp_path / "marks"), times=9)
         assert await told(tools["add"], a=1, b=1) == (ToolOutcome.STDOUT, "2")
 
-    with_tools({**STDIO, "retries": 1, "only": ["die", "add"]}, play)
+    with_tools({**STDIO, "only": ["die", "add"]}, play)
 
 
 @pytest.mark.slow
-def test_an_http_server_that_is_killed_and_comes_back_is_reached_again() -> None:
+def test_an_http_server_that_is_killed_and_comes_back_is_reached_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp, "_PAUSES_S", (0.0, 0.0, 1.0, 2.0, 4.0, 8.0))
+
     with http_server() as (url, start):
         start()
 
@@ -252,12 +274,13 @@ def test_an_http_server_that_is_killed_and_comes_back_is_reached_again() -> None
             await asyncio.to_thread(start)
             assert await waiting == (ToolOutcome.STDOUT, "waited")
 
-        with_tools({**PATIENT, "url": url, "retries": 8}, play)
+        with_tools({**PATIENT, "url": url}, play)
 
 
 @pytest.mark.slow
 def test_a_slow_call_is_a_timeout_while_a_server_that_hangs_is_our_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp, "_ALIVE_S", 2.0)
+    monkeypatch.setattr(mcp, "_PAUSES_S", ONE_TRY)
     with http_server() as (url, start):
         process = start()
 
@@ -268,7 +291,7 @@ def test_a_slow_call_is_a_timeout_while_a_server_that_hangs_is_our_fault(monkeyp
             with pytest.raises(ToolBroken, match="lists no tools within 2 s"):
                 await told(tools["wait"], seconds=0)
 
-        with_tools({**PATIENT, "url": url, "retries": 0, "wall_s": 2.0}, play)
+        with_tools({**PATIENT, "url": url, "wall_s": 2.0}, play)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_the_index_is_built_once_and_anew_for_another_corpus_or_other_settings(
     small = towns / "small.jsonl"
     write_corpus(small, list(facts(10)))
     assert [index_of(towns, "small.jsonl").was_built for _ in range(2)] == [True, False]
-    assert index_of(towns, "small.jsonl", k1=1.5).was_built
+    assert index_of(towns, "small.jsonl", language="none").was_built
     write_corpus(small, list(facts(11)))
     assert index_of(towns, "small.jsonl").was_built
     assert len(built) == 3

@@ -20,14 +20,14 @@ from strop.errors import ToolBroken, UserError
 from strop.http import ServiceRefused
 from strop.sandbox import ScriptedSandbox
 from strop.tools import ToolResult
-from strop.tools.search.cached_results import Origin, ResultFile, read_results
+from strop.tools.search import Origin, ResultFile, read_results
 from strop.tools.search.tool import Search, SearchTool
 from strop.types import ToolOutcome
 
 _ResultT = TypeVar("_ResultT")
 
 FOUND = {"results": [{"title": "Oslo", "text": "A city\nin Norway."}, {"text": "untitled"}, {"title": "no text"}]}
-FAST = {"kind": "http", "backoff_s": 0.01, "timeout_s": 5.0, "params": {"q": "{query}"}}
+FAST = {"kind": "http", "timeout_s": 5.0, "params": {"q": "{query}"}}
 
 
 def ask(config: dict[str, Any], *queries: str, top_k: int = 3) -> list[ToolResult]:
@@ -206,12 +206,14 @@ def test_a_service_that_keeps_failing_breaks_the_tool_and_says_how() -> None:
         assert len(server.asked) == 3
 
 
-def test_pauses_double_and_the_service_may_ask_for_longer_ones() -> None:
+def test_pauses_double_and_the_service_may_ask_for_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BACKOFF_S", 0.1)
+
     def busy(asked: Asked, number: int) -> Answer:
         return Answer(body={}, status=503, headers={"Retry-After": "1"} if number == 2 else {})
 
     with serving(busy) as server, pytest.raises(ToolBroken):
-        ask({**FAST, "url": server.url, "retries": 3, "backoff_s": 0.1}, "oslo")
+        ask({**FAST, "url": server.url, "retries": 3}, "oslo")
     first, second, third = (after.time - before.time for before, after in zip(server.asked, server.asked[1:], strict=False))
     assert first >= 0.075
     assert second >= 0.15

@@ -27,7 +27,7 @@ _SETTINGS = (
 _NO_EFFECT = frozenset(
     (
         *("weights", "weight", "verify_deadline_s"),
-        *("url", "key_env", "timeout_s", "retries", "backoff_s", "rate_per_s", "max_running", "cache"),  # of a service
+        *("url", "key_env", "timeout_s", "retries", "max_running", "cache"),  # of a service
         *("device", "max_tokens_per_batch", "max_wait_s", "max_batch"),  # of a reward model
     )
 )

@@ -30,7 +30,7 @@ _FREE_KEYS = re.compile(
     r"trainer\.(worker_timeout_s|(critic\.)?optimizer\.moments)|"
     # How a service is reached, not what it is asked.
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."
-    r"(url|key_env|timeout_s|retries|backoff_s|rate_per_s|max_running|cache|max_wait_s|max_batch))"
+    r"(url|key_env|timeout_s|retries|max_running|cache|max_batch))"
 )
 
 

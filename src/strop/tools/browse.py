@@ -24,13 +24,14 @@ from strop.chat_client import ChatClient, ChatServiceConfig
 from strop.errors import ToolBroken, UserError
 from strop.http import ServiceRefused, is_unknown_host
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.limits import CallLimits
-from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, encodable
-from strop.tools.search.cached_results import Origin, ResultFile
+from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec, encodable
+from strop.tools.search import Origin, ResultFile
 from strop.types import ToolOutcome
 
 _ORIGIN = Origin("page", 0)
 _MAX_REDIRECTS = 5
+_TIMEOUT_S = 20.0  # for fetching and reading a page
+_MAX_BYTES = 8 << 20  # of a longer page only the beginning is read
 _SKIPPED = ("script", "style", "noscript", "template", "svg", "title")  # their text is not read
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
 _BLOCKS = frozenset(("p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "table"))
@@ -63,8 +64,6 @@ class Browse(ToolKind):
 
         name: str | None = Field(default=None, min_length=1, description="Name for the policy; by default that of the table.")
         max_chars: int = Field(default=3000, ge=64, le=10**6, description="Characters of the passage around the query.")
-        max_mib: int = Field(default=8, ge=1, le=1024, description="Largest page; of a longer text only the beginning is read.")
-        timeout_s: float = Field(default=20.0, gt=0, le=3600, description="Time limit of fetching and reading a page.")
         cache: str | None = Field(default=None, description="A .jsonl of pages; a page in it is not fetched again.")
         summary: ChatServiceConfig | None = Field(
             default=None, description="A model that summarises the passage. Unset: the policy reads the passage itself."
@@ -90,7 +89,7 @@ class BrowseTool(TimedTool):
     def __init__(self, config: Browse.Config, *, name: str) -> None:
         self._config = config
         self._pages = None if config.cache is None else ResultFile(Path(config.cache))
-        self._client = httpx2.AsyncClient(timeout=config.timeout_s, trust_env=False, follow_redirects=False)
+        self._client = httpx2.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, follow_redirects=False)
         self._summariser = None if config.summary is None else ChatClient(config.summary)
         texts = {"url": "Address of the page or PDF.", "query": "What to look for on it."}
         properties = {argument: {"type": "string", "description": text} for argument, text in texts.items()}
@@ -101,7 +100,7 @@ class BrowseTool(TimedTool):
     @property
     def longest_call_s(self) -> float:
         summary = self._config.summary
-        return self._config.timeout_s + (0.0 if summary is None else (1 + summary.retries) * (summary.timeout_s + 60))
+        return _TIMEOUT_S + (0.0 if summary is None else (1 + summary.retries) * (summary.timeout_s + 60))
 
     async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """Read one page.
@@ -144,11 +143,11 @@ class BrowseTool(TimedTool):
         if known is not None:
             return known
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(_TIMEOUT_S):
                 body, content_type, encoding = await self._fetch(url)
                 text = encodable(await _read(body, content_type, encoding))
         except TimeoutError:
-            raise NotFetched(f"it took more than {self._config.timeout_s:g} s") from None
+            raise NotFetched(f"it took more than {_TIMEOUT_S:g} s") from None
         except httpx2.HTTPError as error:
             raise NotFetched(type(error).__name__) from error
         if self._pages is not None:
@@ -156,7 +155,7 @@ class BrowseTool(TimedTool):
         return text
 
     async def _fetch(self, url: str) -> tuple[bytes, str, str]:
-        """The first `max_mib` of the page, its content type and its encoding, after redirections."""
+        """The beginning of the page, its content type and its encoding, after redirections."""
         for _ in range(1 + _MAX_REDIRECTS):
             request = await self._request(url)
             response = await self._client.send(request, stream=True)
@@ -169,7 +168,7 @@ class BrowseTool(TimedTool):
                 body = bytearray()
                 async for chunk in response.aiter_bytes():
                     body += chunk
-                    if len(body) >= self._config.max_mib << 20:
+                    if len(body) >= _MAX_BYTES:
                         break
                 return bytes(body), response.headers.get("content-type", ""), response.encoding or "utf-8"
             finally:

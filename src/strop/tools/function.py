@@ -21,8 +21,7 @@ from pydantic_core import to_json
 from strop.errors import StropError, UserError
 from strop.registry import import_object
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.limits import CallLimits
-from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec
 from strop.types import ToolOutcome
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)

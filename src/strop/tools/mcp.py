@@ -22,8 +22,7 @@ from pydantic_core import to_json
 from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.function import parameters_schema
-from strop.tools.limits import CallLimits
-from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.types import ToolOutcome
 
@@ -36,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 _ALIVE_S = 5.0  # a server that does not list its tools in this time is lost
 _FAILED_STATUS = "Server returned an error response"  # the library's message for most error statuses
-_MAX_PAUSE_S = 15.0
+_START_S = 30.0  # for a connection, and for a list of the tools
+_PAUSES_S = (0.0, 0.0, 1.0, 2.0)  # before each try of a call whose server was lost; a server takes a while to restart
 _CLOSE_S = 10.0  # for closing a connection; before that the library kills a program that does not end by itself
 
 
@@ -56,14 +56,6 @@ class Mcp(ToolKind):
         only: tuple[str, ...] = Field(default=(), description="Names of the tools to use; by default all of the server.")
         prefix: str = Field(default="", description="Put before each name, if two servers use the same one.")
         wall_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of one call.")
-        start_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of a connection.")
-        retries: int = Field(default=3, ge=0, le=1000, description="Further tries of a call whose server was lost.")
-        backoff_s: float = Field(
-            default=1.0,
-            gt=0,
-            le=86_400,
-            description="Pause before the second retry; it doubles each time.",
-        )
         max_chars: int = Field(
             default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
         )
@@ -73,17 +65,6 @@ class Mcp(ToolKind):
             if bool(self.command) == (self.url is not None):
                 raise ValueError('give either the command of an MCP server, as in command = ["python", "server.py"], or a url.')
             return self
-
-        @property
-        def longest_call_s(self) -> float:
-            """Every try connects, gets no answer, checks whether the server is alive and closes the connection."""
-            of_a_try_s = self.start_s + self.wall_s + _ALIVE_S + _CLOSE_S
-            pauses_s = sum(self.pause_s(num_tries) for num_tries in range(1 + self.retries))
-            return (1 + self.retries) * of_a_try_s + pauses_s
-
-        def pause_s(self, num_tries: int) -> float:
-            """The pause before the next try of a call."""
-            return 0.0 if num_tries < 2 else min(self.backoff_s * 2 ** (num_tries - 2), _MAX_PAUSE_S)
 
         @property
         def server(self) -> str:
@@ -137,15 +118,15 @@ class McpServer:
             ToolBroken: the server was lost in every try.
         """
         fault: Exception | None = None
-        for num_tries in range(1 + self.config.retries):
-            await asyncio.sleep(self.config.pause_s(num_tries))  # a server takes a while to restart
+        for pause_s in _PAUSES_S:
+            await asyncio.sleep(pause_s)
             try:
                 connection = await self._connected()
                 return await self._call_on(connection, name, arguments)
             except MachineError as error:
                 fault = error
                 logger.warning("%s: %s", self._key, fault)
-        raise ToolBroken(f"{self._key}: failed {1 + self.config.retries} times in a row, last: {fault}") from fault
+        raise ToolBroken(f"{self._key}: failed {len(_PAUSES_S)} times in a row, last: {fault}") from fault
 
     async def close(self) -> None:
         """Safe to call twice."""
@@ -155,7 +136,7 @@ class McpServer:
     async def _listed(self, connection: _Connection) -> list[ListedTool]:
         """Every page of the server's list. Raises `MachineError` if it does not come in time."""
         listed: list[ListedTool] = []
-        limit = asyncio.timeout(self.config.start_s)
+        limit = asyncio.timeout(_START_S)
         try:
             async with limit:
                 page = await connection.client.list_tools()
@@ -166,7 +147,7 @@ class McpServer:
                     page = await connection.client.list_tools(cursor=page.next_cursor)
         except Exception as error:
             late = limit.expired() and isinstance(error, TimeoutError)
-            fault = f"no list within start_s = {self.config.start_s:g} s" if late else _innermost(error)
+            fault = f"no list within {_START_S:g} s" if late else _innermost(error)
             words = connection.last_words()
             raise MachineError(f"the MCP server {self.config.server} does not list its tools: {fault}{words}") from error
 
@@ -240,14 +221,14 @@ class _Connection:
         """Raises `MachineError` when the server does not answer in time."""
         connection = cls(config, secret=secret)
         try:
-            async with asyncio.timeout(config.start_s):
+            async with asyncio.timeout(_START_S):
                 await asyncio.shield(connection._ready)
         except BaseException as error:
             words = connection.last_words()
             await connection.close()
             if not isinstance(error, Exception):
                 raise
-            fault = f"no answer within {config.start_s:g} s" if isinstance(error, TimeoutError) else _innermost(error)
+            fault = f"no answer within {_START_S:g} s" if isinstance(error, TimeoutError) else _innermost(error)
             raise MachineError(f"the MCP server {config.server} cannot be reached: {fault}{words}") from error
         return connection
 
@@ -315,7 +296,7 @@ async def _transport(config: Mcp.Config, secret: str, log: TextIO) -> AsyncItera
         yield stdio_client(server, errlog=log)
         return
     headers = {name: value.replace("{key}", secret) for name, value in config.headers.items()}
-    limits = httpx2.Timeout(config.start_s, read=None)  # each call has its own limit for the answer
+    limits = httpx2.Timeout(_START_S, read=None)  # each call has its own limit for the answer
     async with httpx2.AsyncClient(headers=headers, timeout=limits) as http:
         yield streamable_http_client(config.url, http_client=http)
 
@@ -329,7 +310,8 @@ class McpTool(TimedTool):
 
     @property
     def longest_call_s(self) -> float:
-        return self._server.config.longest_call_s
+        """Every try connects, gets no answer, checks whether the server is alive and closes the connection."""
+        return sum(_PAUSES_S) + len(_PAUSES_S) * (_START_S + self._server.config.wall_s + _ALIVE_S + _CLOSE_S)
 
     async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """Call it; again only if the server was lost during the call. Raises `ToolBroken`."""

@@ -15,9 +15,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def config(service, **keys):
-    return ChatServiceConfig(
-        url=f"{service.url}/v1", model="judge", **{"backoff_s": 0.01, "timeout_s": 20.0, "retries": 2} | keys
-    )
+    return ChatServiceConfig(url=f"{service.url}/v1", model="judge", **{"timeout_s": 20.0, "retries": 2} | keys)
 
 
 def ask(settings, *asks, together=True):

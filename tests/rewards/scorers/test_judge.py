@@ -15,7 +15,7 @@ GOOD, BAD = "It is 4, for 2 and 2 make 4.", "It is 5."
 
 
 def judging(service, *, tries=2, **keys):
-    chat = ChatServiceConfig(url=service.url, model="judge", backoff_s=0.01)
+    chat = ChatServiceConfig(url=service.url, model="judge")
     return JudgeConfig(service=chat, tries=tries, **keys)
 
 

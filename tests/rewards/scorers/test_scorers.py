@@ -152,7 +152,7 @@ def test_a_plain_service_is_shown_exchanges_and_gives_numbers():
 )
 def test_a_service_that_answers_nonsense_is_one_clear_error(body, words):
     with serving(lambda *_: Answer(body=body)) as service, pytest.raises(UserError, match=words):
-        score(HttpScorerConfig(kind="http", url=service.url, backoff_s=0.01, retries=1))
+        score(HttpScorerConfig(kind="http", url=service.url, retries=1))
     assert len(service.asked) == 2
 
 

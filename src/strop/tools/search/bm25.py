@@ -28,14 +28,14 @@ from pydantic import Field
 from strop.config import Config
 from strop.errors import UserError
 from strop.run_directory import parse_json
-from strop.tools.search import Backend, Passage, as_pages
-from strop.tools.search.cached_results import read_results
+from strop.tools.search import Backend, Passage, as_pages, read_results
 
 logger = logging.getLogger(__name__)
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WORD = re.compile(r"\w+")
+_K1, _B = 0.9, 0.4  # those of Anserini for passages
 _VERSION = 1  # of the index format; part of the index's name
 _TEXT_KEYS = ("text", "contents", "body", "passage")
 _WORDS = 100  # of a passage that is cut from a longer text, as usual in passage retrieval
@@ -49,8 +49,6 @@ class Bm25Config(Config):
     path: str = Field(description="A .jsonl, a directory of texts, or a .json of search results.")
     index: str | None = Field(default=None, description="Directory of the built index; by default the user's cache directory.")
     language: str = Field(default="english", description='Stemmer, by its Snowball name; "none" does not stem.')
-    k1: float = Field(default=0.9, ge=0, le=1000, description="BM25's k1; the default is Anserini's for passages.")
-    b: float = Field(default=0.4, ge=0, le=1, description="BM25's b; the default is Anserini's for passages.")
 
 
 class Bm25Index(Backend):
@@ -91,7 +89,7 @@ class Bm25Index(Backend):
 
     def _build(self, config: Bm25Config, place: Path) -> None:
         logger.info("building the search index of %d passages of %s", len(self.passages), config.path)
-        index = _bm25s().BM25(method="lucene", k1=config.k1, b=config.b)
+        index = _bm25s().BM25(method="lucene", k1=_K1, b=_B)
         index.index([self._words(f"{each.title} {each.text}") for each in self.passages], show_progress=False)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +110,7 @@ class Bm25Index(Backend):
 
 def _place(config: Bm25Config, passages: Sequence[Passage]) -> Path:
     """The path of the index of these passages with these settings."""
-    digest = hashlib.blake2b(json.dumps([_VERSION, config.language, config.k1, config.b]).encode(), digest_size=12)
+    digest = hashlib.blake2b(json.dumps([_VERSION, config.language, _K1, _B]).encode(), digest_size=12)
     for passage in passages:
         digest.update(f"{len(passage.title)} {passage.title} {len(passage.text)} {passage.text}\0".encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strop" / "search"

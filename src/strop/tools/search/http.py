@@ -13,67 +13,68 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import httpx2
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.deadline import clock_stopped
 from strop.errors import ToolBroken, UserError
 from strop.http import PatientClient, ServiceLimits, ServiceRefused, read_key
 from strop.tools.protocol import encodable
-from strop.tools.search import Backend, Passage, QueryRefused, as_pages
-from strop.tools.search.cached_results import Origin, ResultFile
+from strop.tools.search import Backend, Origin, Passage, QueryRefused, ResultFile, as_pages
 
 _MAX_PAUSE_S = 15.0
-_PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key|language|market)\}")
+_PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key|language|market|zone|country)\}")
 _MARKETS = {"zh": "zh-CN", "ja": "ja-JP", "ko": "ko-KR", "ru": "ru-RU", "en": "en-US"}
 _SCRIPTS = (("ja", r"[\u3040-\u30ff]"), ("ko", r"[\uac00-\ud7af]"), ("zh", r"[\u4e00-\u9fff]"), ("ru", r"[\u0400-\u04ff]"))
+_BING = "https://www.bing.com/search?q={query_in_url}&mkt={market}&setLang={language}&brd_json=1&cc={country}"
+_KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "serper": {
+        "url": "https://google.serper.dev/search",
+        "key_env": "SERPER_API_KEY",
+        "method": "POST",
+        "headers": {"X-API-KEY": "{key}"},
+        "body": {"q": "{query}", "num": "{top_k}", "hl": "{language}"},
+        "results": "organic",
+        "text": "snippet",
+    },
+    "brightdata": {
+        "url": "https://api.brightdata.com/request",
+        "key_env": "BRIGHTDATA_API_KEY",
+        "method": "POST",
+        "headers": {"Authorization": "Bearer {key}"},
+        "body": {"zone": "{zone}", "url": _BING, "format": "raw"},
+        "results": "organic",
+        "text": "description",
+    },
+    "retriever": {
+        "method": "POST",
+        "body": {"queries": ["{query}"], "topk": "{top_k}", "return_scores": True},
+        "results": "result.0",
+        "title": "document.title",
+        "text": "document.contents",
+    },
+}
+"""The keys of known services: Google's results from serper.dev; Bing's result page through Bright Data, as ARPO's released code
+asks it (Bing's own API ended in August 2025); a retriever server as in Search-R1 (arXiv 2503.09516)."""
 
 
-class ServiceConfig(ServiceLimits):
-    """Keys of all services over HTTP."""
+class HttpConfig(ServiceLimits):
+    """A service that answers in JSON: any one (`http`), or one whose request and answer are known.
 
-    cache: str | None = Field(default=None, description="A .jsonl of results; a query in it is not asked again.")
-    timeout_s: float = Field(default=10.0, gt=0, le=86_400, description="Time limit of one try.")
-    retries: int = Field(default=3, ge=0, le=1000, description="Further tries after a failure.")
-    backoff_s: float = Field(default=0.5, gt=0, le=86_400, description="Pause before the second try; it doubles each time.")
-
-
-class SerperConfig(ServiceConfig):
-    """Google's results from serper.dev."""
-
-    kind: Literal["serper"] = Field(description="Backend kind.")
-    url: str = Field(default="https://google.serper.dev/search", description="Address of the service.")
-    key_env: str | None = Field(default="SERPER_API_KEY", description="Environment variable with the API key.")
-
-
-class BrightDataConfig(ServiceConfig):
-    """Bing's result page through Bright Data, as ARPO's released code asks it. Bing's own API ended in August 2025."""
-
-    kind: Literal["brightdata"] = Field(description="Backend kind.")
-    url: str = Field(default="https://api.brightdata.com/request", description="Address of the service.")
-    key_env: str | None = Field(default="BRIGHTDATA_API_KEY", description="Environment variable with the API key.")
-    zone: str = Field(default="serp_api1", description="Name of your zone for search pages.")
-    country: str = Field(default="us", pattern="^[a-z]{2}$", description="Country whose results are asked for.")
-
-
-class RetrieverConfig(ServiceConfig):
-    """A retriever server as in Search-R1 (arXiv 2503.09516): `{"queries": [...], "topk": k}` -> lists of documents."""
-
-    kind: Literal["retriever"] = Field(description="Backend kind.")
-    url: str = Field(description="Address of the server, as in http://127.0.0.1:8000/retrieve.")
-
-
-class AnyServiceConfig(ServiceConfig):
-    """Any other service that answers in JSON. `{query}`, `{query_in_url}`, `{top_k}` and `{key}` are filled in everywhere.
-
-    So are `{language}` and `{market}`, as in zh and zh-CN: those of the query's script, or else en and en-US.
+    `{query}`, `{query_in_url}`, `{top_k}` and `{key}` are filled in everywhere. So are `{language}` and `{market}`, as in zh
+    and zh-CN: those of the query's script, or else en and en-US.
     """
 
-    kind: Literal["http"] = Field(description="Backend kind.")
-    url: str = Field(description="Address of the service.")
+    kind: Literal["http", "serper", "brightdata", "retriever"] = Field(description="Backend kind.")
+    url: str = Field(default="", description="Address of the service; serper and brightdata have one.")
+    timeout_s: float = Field(default=10.0, gt=0, le=86_400, description="Time limit of one try.")
+    retries: int = Field(default=3, ge=0, le=1000, description="Further tries after a failure.")
+    cache: str | None = Field(default=None, description="A .jsonl of results; a query in it is not asked again.")
+    zone: str = Field(default="serp_api1", description="Of brightdata: the name of your zone for search pages.")
+    country: str = Field(default="us", pattern="^[a-z]{2}$", description="Of brightdata: country whose results are asked for.")
     method: Literal["GET", "POST"] = Field(default="GET", description="HTTP method.")
     params: Mapping[str, str] = Field(default={}, description="Parameters in the address.")
     headers: Mapping[str, str] = Field(default={}, description='As in { Authorization = "Bearer {key}" }.')
@@ -82,41 +83,16 @@ class AnyServiceConfig(ServiceConfig):
     title: str = Field(default="title", description="Path of the title in a result; it may be missing.")
     text: str = Field(default="text", description="Path of the text in a result.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_known(cls, keys: Any) -> Any:
+        return {**_KNOWN.get(str(keys.get("kind")), {}), **keys} if isinstance(keys, Mapping) else keys
 
-HttpConfig: TypeAlias = SerperConfig | BrightDataConfig | RetrieverConfig | AnyServiceConfig
-
-
-def _spelled_out(config: HttpConfig) -> AnyServiceConfig:
-    """The service with its request and the paths of its answer."""
-    match config:
-        case AnyServiceConfig():
-            return config
-        case SerperConfig():
-            shape: dict[str, Any] = {
-                "method": "POST",
-                "headers": {"X-API-KEY": "{key}"},
-                "body": {"q": "{query}", "num": "{top_k}", "hl": "{language}"},
-                "results": "organic",
-                "text": "snippet",
-            }
-        case BrightDataConfig():
-            page = "https://www.bing.com/search?q={query_in_url}&mkt={market}&setLang={language}&brd_json=1&cc="
-            shape = {
-                "method": "POST",
-                "headers": {"Authorization": "Bearer {key}"},
-                "body": {"zone": config.zone, "url": page + config.country, "format": "raw"},
-                "results": "organic",
-                "text": "description",
-            }
-        case RetrieverConfig():
-            shape = {
-                "method": "POST",
-                "body": {"queries": ["{query}"], "topk": "{top_k}", "return_scores": True},
-                "results": "result.0",
-                "title": "document.title",
-                "text": "document.contents",
-            }
-    return AnyServiceConfig(**{**config.model_dump(exclude={"zone", "country"}), "kind": "http", **shape})
+    @model_validator(mode="after")
+    def _has_an_address(self) -> Self:
+        if not self.url:
+            raise ValueError(f"url is not set, which kind = {self.kind!r} needs. Set it to the address of the service.")
+        return self
 
 
 def _language(query: str) -> str:
@@ -132,7 +108,7 @@ class HttpSearch(Backend):
     """
 
     def __init__(self, config: HttpConfig) -> None:
-        self._config = _spelled_out(config)
+        self._config = config
         self._key = read_key(config, config.url)
         self._cache = None if config.cache is None else ResultFile(Path(config.cache))
         self._name = _name(self._config)
@@ -191,6 +167,8 @@ class HttpSearch(Backend):
             "key": self._key,
             "language": language,
             "market": _MARKETS[language],
+            "zone": config.zone,
+            "country": config.country,
         }
 
         async def send(client: httpx2.AsyncClient) -> httpx2.Response:
@@ -226,9 +204,9 @@ class HttpSearch(Backend):
         return passages
 
 
-def _name(config: AnyServiceConfig) -> str:
+def _name(config: HttpConfig) -> str:
     """The name of the service in a cache: its address, and a digest of how it is asked and read. It holds no key."""
-    asked = [config.url, config.method, config.params, config.body, config.results, config.title, config.text]
+    asked = config.model_dump(include={"url", "method", "params", "body", "results", "title", "text", "zone", "country"})
     digest = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{config.url.partition('?')[0].rpartition('@')[2]} {digest}"
 

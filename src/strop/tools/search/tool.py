@@ -10,20 +10,16 @@ from typing import Annotated
 from pydantic import Field
 
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.limits import CallLimits
-from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
-from strop.tools.search import Backend, QueryRefused
+from strop.tools.search import Backend, KeptConfig, KeptResults, QueryRefused
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
-from strop.tools.search.cached_results import KeptConfig, KeptResults
-from strop.tools.search.http import AnyServiceConfig, BrightDataConfig, HttpSearch, RetrieverConfig, SerperConfig
+from strop.tools.search.http import HttpConfig, HttpSearch
 from strop.types import ToolOutcome
 
 NOTHING_FOUND = "No search results found."  # ARPO's words
 
-BackendConfig = Annotated[
-    Bm25Config | KeptConfig | SerperConfig | BrightDataConfig | RetrieverConfig | AnyServiceConfig, Field(discriminator="kind")
-]
+BackendConfig = Annotated[Bm25Config | KeptConfig | HttpConfig, Field(discriminator="kind")]
 
 
 class Search(ToolKind):
