@@ -35,8 +35,3 @@ def facts(num_towns: int, *, seed: int = 0) -> Iterator[tuple[str, str, str]]:
 def write_corpus(path: Path, rows: Sequence[tuple[str, str, str]]) -> Path:
     path.write_text("".join(json.dumps({"id": id, "text": text}) + "\n" for id, text, _ in rows))
     return path
-
-
-def write_questions(path: Path, rows: Sequence[tuple[str, str, str]]) -> Path:
-    path.write_text("".join(json.dumps({"question": question, "passages": [id]}) + "\n" for id, _, question in rows))
-    return path

@@ -12,7 +12,6 @@ from strop.tasks.conversations import read_conversations
 from strop.tasks.lookup import read_facts
 from strop.tasks.rows import JsonlRows
 from strop.tools.search.bm25 import read_corpus
-from strop.tools.search.bm25 import read_questions as read_recall
 from strop.training.pair_making import read_candidates
 from strop.training.preferences import read_preferences
 
@@ -25,7 +24,6 @@ READERS = {
     "facts": read_facts,
     "outcomes": read_outcomes,
     "questions": read_questions,
-    "recall": read_recall,
     "corpus": read_corpus,
     "pairs": _read_pairs,
     "run file": read_json,
