@@ -13,7 +13,7 @@ import pytest
 
 from strop.errors import ConfigError, TaskError
 from strop.tasks import load_rows, open_rows
-from strop.tasks.published import PUBLISHED
+from strop.tasks.readers import PUBLISHED
 from strop.tasks.rows import HubRows, JsonlRows, ParquetRows
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))

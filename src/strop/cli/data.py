@@ -141,7 +141,7 @@ def rewrite(
 def list_datasets() -> None:
     """List the data sets whose columns are known: problems for tasks.dataset, demonstrations for `strop data convert`."""
     from strop.tasks.converters import CONVERTERS
-    from strop.tasks.published import PUBLISHED
+    from strop.tasks.readers import PUBLISHED
 
     known = {name: (each.hub, each.source) for name, each in PUBLISHED.items()}
     demonstrations = {name: (each.hub, each.source) for name, each in CONVERTERS.items()}

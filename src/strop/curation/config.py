@@ -24,8 +24,7 @@ from strop.curation.outcomes import AgreementRule
 from strop.errors import did_you_mean
 from strop.reports.html import render
 from strop.run_directory import read_lines, write_text
-from strop.tasks.columns import Verdict
-from strop.tasks.rows import RowSource
+from strop.tasks.rows import RowSource, Verdict
 from strop.types import Task, derive_seed
 
 RuleConfig: TypeAlias = Annotated[

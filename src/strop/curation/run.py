@@ -41,9 +41,8 @@ from strop.curation.decontamination import DecontaminationRule
 from strop.curation.outcomes import AgreementRule
 from strop.errors import MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
-from strop.tasks.columns import LIMITS, UNREADABLE, WHERE, Verdict
 from strop.tasks.files import keeping_commits, writing_rows
-from strop.tasks.rows import HubRows, RowSource, read_tasks
+from strop.tasks.rows import LIMITS, UNREADABLE, WHERE, HubRows, RowSource, Verdict, read_tasks
 
 logger = logging.getLogger(__name__)
 
