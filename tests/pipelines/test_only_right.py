@@ -17,7 +17,7 @@ from strop.tasks import TaskSource
 from strop.types import Task
 
 R1_ZERO = {"kind": "sum", "parts": {"accuracy": {"kind": "r1_zero"}}}
-RECORDED = {"kind": "recorded", "response_fact": "response"}
+RECORDED = {"kind": "recorded"}
 TRACES = [  # (the true answer, what somebody wrote, what is right by hand)
     ("4", "2+2. </think> <answer> 4 </answer>", True),
     ("4", "2+2. </think> <answer> 5 </answer>", False),

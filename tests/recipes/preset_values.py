@@ -221,7 +221,7 @@ def _sft_of_size(label: str, num: int, *, only_right: bool = False) -> Values:
     return {
         **_under(stage, num_demonstrations=num, epochs=2, batch_size=32, prompt="r1_zero"),
         stage + "only_right": only_right,
-        **_keys(stage + "demonstrator.", {"kind": "recorded", "response_fact": "response"}),
+        **_keys(stage + "demonstrator.", {"kind": "recorded"}),
         **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "facts": ["response"]}),
         stage + "tasks.answer": "response",
         **_keys(stage + "truths.", {"question": "problem", "answer": "answer"} if only_right else {}),
@@ -522,7 +522,7 @@ def _r1_recorded(stage: str, num: int) -> Values:
     """Conversations that somebody else has to bring, question by question."""
     return {
         **_under(f"stages.{stage}.", num_demonstrations=num, prompt="deepseek_r1_zero"),
-        **_under(f"stages.{stage}.demonstrator.", kind="recorded", response_fact="response"),
+        **_under(f"stages.{stage}.demonstrator.", kind="recorded"),
         **_under(f"stages.{stage}.tasks.", kind="jsonl", facts=["response"]),
     }
 

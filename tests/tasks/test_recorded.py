@@ -8,8 +8,8 @@ from strop.types import Task
 
 
 def test_the_response_of_a_row_is_said_in_one_turn_as_it_stands():
-    task = Task(id="t", question="?", answer="2", source="rows", facts={"trace": " I think.</think> <answer>2</answer>"})
-    (reply,) = RecordedDemonstrator(response_fact="trace").script(task, tool="python", seed=0)
+    task = Task(id="t", question="?", answer="2", source="rows", facts={"response": " I think.</think> <answer>2</answer>"})
+    (reply,) = RecordedDemonstrator().script(task, tool="python", seed=0)
     assert reply("") == " I think.</think> <answer>2</answer>"
 
 

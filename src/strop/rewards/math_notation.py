@@ -10,6 +10,7 @@ import unicodedata
 from fractions import Fraction
 
 from strop.sandbox.numbers import plain_number
+from strop.tasks.boxes import closes_at
 
 _SIGNS = {"−": "-", "–": "-", "°": r"^\circ ", "¢": r"\text{ cents}"}
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "→": r"\to ", "∈": r"\in ", "∪": r"\cup "}
@@ -202,21 +203,11 @@ def _inner(text: str) -> str:
             text = text[lead.end() :]
         if text.endswith((".", ",", ";")) and not text.endswith((r"\,", r"\;", "..")):
             text = text[:-1].rstrip()
-        if text.startswith("{") and text.endswith("}") and _closes_at(text, 0) == len(text):
+        if text.startswith("{") and text.endswith("}") and closes_at(text, 0) == len(text):
             text = text[1:-1].strip()
         if text == before:
             break
     return text
-
-
-def _closes_at(text: str, start: int) -> int:
-    """The place after the bracket that closes the one at `start`; beyond the text if none does."""
-    depth = 0
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if not depth:
-            return place + 1
-    return len(text) + 1
 
 
 def _unwrapped(text: str) -> str:
@@ -224,7 +215,7 @@ def _unwrapped(text: str) -> str:
     for _ in range(_MAX_LAYERS):
         if (found := _WRAPPER.search(text)) is None:
             break
-        end = _closes_at(text, found.end() - 1)
+        end = closes_at(text, found.end() - 1)
         text = text[: found.start()] + text[found.end() : end - 1] + text[end:]
     return text
 

@@ -40,7 +40,6 @@ class EmbeddedScorerConfig(Config):
     )
     stage: str | None = Field(default=None, description="Or an earlier stage of this recipe, of kind reward_model.")
     device: str = Field(default="cpu", description="The device of the model, as cpu or cuda:0.")
-    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="Number format of the decoder's weights.")
     max_batch: int = MaxBatch
 
     @model_validator(mode="after")
@@ -162,15 +161,9 @@ class EmbeddedScorer(Scorer):
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        import torch
-
         from strop.rewards.reward_model import load_reward_model
 
-        model = load_reward_model(self._directory)
-        if self._config.precision == "bfloat16":  # buffers, such as rotary frequencies, keep their precision
-            for parameter in model.base_model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
-        return model.to(self._config.device)
+        return load_reward_model(self._directory).to(self._config.device)
 
 
 class HttpScorer(Scorer):

@@ -36,9 +36,15 @@ def last_box(text: str) -> str | None:
     found, rest = text.rpartition(BOX)[1:]
     if not found or rest[:1] != "{":
         return None
+    end = closes_at(rest, 0)
+    return rest[1 : end - 1] if end <= len(rest) else None
+
+
+def closes_at(text: str, start: int) -> int:
+    """Return the place after the brace that closes the one at `start`; beyond the text if none does."""
     depth = 0
-    for place, sign in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if depth == 0:
-            return rest[1:place]
-    return None
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if not depth:
+            return place + 1
+    return len(text) + 1

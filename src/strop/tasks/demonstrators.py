@@ -25,6 +25,9 @@ _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calcul
 _SEARCH_TOOL = "search"
 Reply: TypeAlias = Callable[[str], str]
 """One turn: the text of the last observation -> what the demonstrator says next."""
+GuessFraction: TypeAlias = Annotated[
+    float, Field(ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly.")
+]
 
 
 class ArithmeticDemonstrator(Config):
@@ -34,9 +37,7 @@ class ArithmeticDemonstrator(Config):
     """
 
     kind: Literal["arithmetic"] = "arithmetic"
-    guess_fraction: float = Field(
-        default=0.5, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
-    )
+    guess_fraction: GuessFraction = 0.5
     error_fraction: float = Field(
         default=0.4,
         ge=0,
@@ -156,9 +157,7 @@ class CountdownDemonstrator(Config):
 
     kind: Literal["countdown"] = "countdown"
     max_tries: int = Field(default=3, ge=1, le=1000, description="Most calls of a demonstration; the last runs the solution.")
-    guess_fraction: float = Field(
-        default=0.5, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
-    )
+    guess_fraction: GuessFraction = 0.5
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task that is no Countdown problem."""
@@ -196,9 +195,7 @@ class LookupDemonstrator(Config):
     """Looks a number up and computes with it. Deliberately flawed: it skips one of the tools, or first calls one wrongly."""
 
     kind: Literal["lookup"] = "lookup"
-    guess_fraction: float = Field(
-        default=0.4, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
-    )
+    guess_fraction: GuessFraction = 0.4
     head_fraction: float = Field(
         default=0.4, ge=0, le=1, description="Share of those that look up but then compute without a tool, mostly wrongly."
     )
@@ -269,14 +266,13 @@ class _Found:
 
 
 class RecordedDemonstrator(Config):
-    """Says the response that a row holds, in one turn: recorded reasoning and answers."""
+    """Says the fact `response` of a task, in one turn: recorded reasoning and answers."""
 
     kind: Literal["recorded"] = "recorded"
-    response_fact: str = Field(default="response", description="The fact of a task that holds the response.")
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without a response."""
-        response = _fact(task, self.response_fact, needed_by="recorded")
+        response = _fact(task, "response", needed_by="recorded")
         return [lambda _: response]
 
 

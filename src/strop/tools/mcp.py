@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.function import parameters_schema
-from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.protocol import CallLimits, MaxChars, TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.types import ToolOutcome
 
@@ -56,9 +56,7 @@ class Mcp(ToolKind):
         only: tuple[str, ...] = Field(default=(), description="Names of the tools to use; by default all of the server.")
         prefix: str = Field(default="", description="Put before each name, if two servers use the same one.")
         wall_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of one call.")
-        max_chars: int = Field(
-            default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
-        )
+        max_chars: MaxChars = 4_096
 
         @model_validator(mode="after")
         def _is_one_server(self) -> Self:

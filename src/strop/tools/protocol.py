@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field
 
@@ -170,6 +170,11 @@ class TimedTool(Tool):
     @abstractmethod
     async def answer(self, arguments: Mapping[str, object], *, seed: int) -> tuple[ToolOutcome, str]:
         """As `call`: the class of what happened, and what the policy reads."""
+
+
+MaxChars: TypeAlias = Annotated[
+    int, Field(ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept.")
+]
 
 
 class CallLimits(Config):

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from strop.errors import MachineError, SessionLost, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner, CodeService, RunOutcome, RunRequest, RunResult
-from strop.tools.protocol import CallLimits, Tool, ToolKind, ToolResult, ToolSpec
+from strop.tools.protocol import CallLimits, MaxChars, Tool, ToolKind, ToolResult, ToolSpec
 from strop.types import ToolOutcome
 
 _log = logging.getLogger(__name__)
@@ -42,9 +42,7 @@ class Python(ToolKind):
         stateful: bool = Field(default=False, description="Give each rollout a notebook, instead of each call a new program.")
         wall_s: float = Field(default=4.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
         memory_mib: int = Field(default=512, ge=32, le=2**30, description="MiB of memory of a program, or of a whole notebook.")
-        max_chars: int = Field(
-            default=4_096, ge=64, le=10**9, description="Characters of output that the policy sees; beyond it head and tail."
-        )
+        max_chars: MaxChars = 4_096
 
     config: Config
 

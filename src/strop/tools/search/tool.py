@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.protocol import CallLimits, MaxChars, TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.search import Backend, KeptConfig, KeptResults, QueryRefused
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
@@ -33,9 +33,7 @@ class Search(ToolKind):
             default="Searches for a query and returns the best results.", description="Description for the policy."
         )
         top_k: int = Field(default=5, ge=1, le=10**6, description="Results of one query.")
-        max_chars: int = Field(
-            default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
-        )
+        max_chars: MaxChars = 4_096
         max_result_chars: int = Field(
             default=10**6, ge=16, le=10**9, description="Longest result; of a longer one the head is kept."
         )
