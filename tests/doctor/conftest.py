@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from strop.doctor import examine_parts
+from strop.doctor.examination import Parts, open_parts
 from strop.doctor.finding import Diagnosis
-from strop.doctor.parts import Parts, open_parts
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe
 from strop.stages.model import make_tokenizer

@@ -6,11 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from strop.doctor import checks
-from strop.doctor.examination import Examination, pieces, try_out
+from strop.doctor.examination import Examination, Parts, open_parts, pieces, try_out
 from strop.doctor.finding import Diagnosis, Finding, NotMade, Problem
-from strop.doctor.logprobs import check_logprobs
 from strop.doctor.own_code import NUM_TASKS
-from strop.doctor.parts import Parts, open_parts
 from strop.errors import ConfigError, TaskError, UserError
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
@@ -30,7 +28,7 @@ CHECKS: Mapping[str, Check] = {
     "chat template": checks.check_template,
     "prompts": checks.check_prompts,
     "loss mask": checks.check_mask,
-    "log-probs": check_logprobs,
+    "log-probs": checks.check_logprobs,
     "tool round trip": checks.check_tool,
     "reward": checks.check_answers,
     "batch arithmetic": checks.check_arithmetic,

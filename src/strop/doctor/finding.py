@@ -91,21 +91,18 @@ _LEFT_OUT = 700  # characters of a prompt from which on its middle is left out
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
-    """Without colours, the tokens that are trained on stand between ⟦ and ⟧."""
+    """Print every finding, and one rollout with the tokens that are trained on between ⟦ and ⟧."""
     console = Console(highlight=False) if console is None else console
     console.print()
     console.print(Text.assemble(("strop doctor", "bold"), f" · {diagnosis.subject}"))
     console.print()
     console.print(_table(diagnosis))
+    console.print()
     if diagnosis.rollout:
-        has_colours = console.color_system is not None
-        console.print()
-        console.print(_legend(diagnosis.rollout, has_colours=has_colours))
-        console.print(Padding(_coloured(diagnosis.rollout, has_colours=has_colours), (1, 2)))
-    else:
-        console.print()
-    num = len(diagnosis.problems)
-    if num:
+        origins = ((f"  {origin}", style) for origin, style in _STYLES.items() if origin is not Origin.SAMPLED)
+        console.print(Text.assemble("  One rollout as the loss sees it   ", ("⟦trained on⟧", _TRAINED), *origins))
+        console.print(Padding(Text.assemble(*map(_marked, diagnosis.rollout)), (1, 2)))
+    if num := len(diagnosis.problems):
         console.print(Text(f"{counted(num, 'problem')} found.", style="bold red"))
     else:
         console.print(Text("No problem found.", style="bold green"))
@@ -128,37 +125,15 @@ def _table(diagnosis: Diagnosis) -> Padding:
     return Padding(table, (0, 2))
 
 
-def _style(piece: Piece) -> str:
+def _marked(piece: Piece) -> tuple[str, str]:
+    """Return the text of a piece, and its style."""
+    shown = _readable(piece.text)
+    if piece.origin is Origin.PROMPT and len(shown) > _LEFT_OUT:
+        half = _LEFT_OUT // 2
+        shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
     if not piece.is_trained:
-        return _STYLES[piece.origin]
-    return _TRAINED if piece.origin is Origin.SAMPLED else _WRONGLY_TRAINED
-
-
-def _legend(rollout: tuple[Piece, ...], *, has_colours: bool) -> Text:
-    """Only what occurs."""
-    legend = Text("  One rollout as the loss sees it   ")
-    words = {_TRAINED: "trained on", _WRONGLY_TRAINED: "trained on, but not sampled"}
-    words |= {style: str(origin) for origin, style in _STYLES.items() if origin is not Origin.SAMPLED}
-    words[_STYLES[Origin.SAMPLED]] = "sampled, but not trained on"
-    for style in dict.fromkeys([_TRAINED, *map(_style, rollout)]):
-        is_trained = style in (_TRAINED, _WRONGLY_TRAINED)
-        if has_colours:
-            legend.append(f"■ {words[style]}", style=style).append("  ")
-        elif is_trained:
-            legend.append("⟦trained on⟧  ")
-            break
-    return legend
-
-
-def _coloured(rollout: tuple[Piece, ...], *, has_colours: bool) -> Text:
-    text = Text()
-    for piece in rollout:
-        shown = _readable(piece.text)
-        if piece.origin is Origin.PROMPT and len(shown) > _LEFT_OUT:
-            half = _LEFT_OUT // 2
-            shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
-        text.append(f"⟦{shown}⟧" if piece.is_trained and not has_colours else shown, style=_style(piece))
-    return text
+        return shown, _STYLES[piece.origin]
+    return f"⟦{shown}⟧", _TRAINED if piece.origin is Origin.SAMPLED else _WRONGLY_TRAINED
 
 
 def _readable(text: str) -> str:
