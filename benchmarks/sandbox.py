@@ -32,7 +32,7 @@ import sandbox_verify
 from rich.console import Console
 from rich.table import Table
 
-from strop.cluster.local import LocalNode
+from strop.cluster.start import LocalNode
 from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
 from strop.sandbox.client.client import SandboxClient

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.config import load_toml, validate
-from strop.pipeline.children import Children
 from strop.pipeline.run import train
+from strop.pipeline.sweep import Children
 from strop.recipe.recipe import Recipe, resolve
 from strop.reports.html import render
 from strop.reports.number_format import Table, Unit
@@ -182,12 +182,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.runs / f"seed-{options.one_seed}.json", result)
         return 0
     waiting = list(options.seeds)
-    with Children[int]() as children:
+    with Children() as children:
         while waiting or children.running:
             while waiting and len(children.running) < options.parallel:
                 seed = waiting.pop(0)
                 command = [sys.executable, __file__, "--runs", str(options.runs), "--one-seed", str(seed)]
-                children.start(seed, command, options.runs / f"seed-{seed}.log")
+                children.start(str(seed), command, options.runs / f"seed-{seed}.log")
             for ended in children.wait(at_most_s=60.0):
                 if ended.status:
                     print(f"seed {ended.key} failed: {options.runs / f'seed-{ended.key}.log'} says why", file=sys.stderr)

@@ -29,8 +29,7 @@ from pipelines_rows import write_rows
 from provenance import provenance
 
 from strop.errors import UserError
-from strop.pipeline.children import Children
-from strop.pipeline.sweep import run_sweep
+from strop.pipeline.sweep import Children, run_sweep
 from strop.pipeline.sweep_file import load_sweep
 from strop.reports.plots import draw
 from strop.reports.sweep import SweepConsole
@@ -282,12 +281,12 @@ def write_sweep(path: Path, seeds: Sequence[int], runs: Path) -> Path:
 def _run_distil(seeds: Sequence[int], runs: Path, *, jobs: int, overrides: Sequence[str]) -> Runs | None:
     waiting, has_failed = list(seeds), False
     more = [word for one in overrides for word in ("--set", one)]
-    with Children[int]() as children:
+    with Children() as children:
         while waiting or children.running:
             while waiting and len(children.running) < jobs:
                 seed = waiting.pop(0)
                 command = [sys.executable, pipelines_distil.__file__, "--seed", str(seed), "--runs", str(runs), *more]
-                children.start(seed, command, runs / f"seed-{seed}.log")
+                children.start(str(seed), command, runs / f"seed-{seed}.log")
             for ended in children.wait(at_most_s=60.0):
                 if ended.status:
                     has_failed = True

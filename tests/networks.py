@@ -17,7 +17,7 @@ from typing import Self
 import pytest
 
 from strop.cluster.connection import RAY_ENVIRONMENT
-from strop.cluster.local import LocalNode
+from strop.cluster.start import LocalNode
 
 ROOT = Path(__file__).parents[1]
 _SLOW = ("netem", "delay", "100ms", "40ms", "loss", "1%", "rate", "4mbit")

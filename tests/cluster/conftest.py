@@ -3,7 +3,7 @@
 import pytest
 
 from networks import Cluster, Machines
-from strop.cluster.local import LocalCluster
+from strop.cluster.start import LocalCluster
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from networks import Machines
 from strop.cli import app
-from strop.cluster.rendering import _RAY_VERSION
+from strop.cluster.start import _RAY_VERSION
 from strop.errors import UserError
 
 ROOT = Path(__file__).parents[2]

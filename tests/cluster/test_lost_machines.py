@@ -26,7 +26,7 @@ import pytest
 
 from networks import Machines
 from strop.cluster.connection import RAY_ENVIRONMENT
-from strop.cluster.local import LocalCluster
+from strop.cluster.start import LocalCluster
 from strop.errors import MachineError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from networks import Cluster, Machines
-from strop.cluster.local import LocalCluster
+from strop.cluster.start import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 NODE = "198.18.0.2"

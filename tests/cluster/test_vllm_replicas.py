@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from networks import ROOT, Machines, environment
-from strop.cluster.local import LocalCluster
+from strop.cluster.start import LocalCluster
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop.ledger import read_rollouts
 

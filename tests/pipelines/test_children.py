@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.pipeline.children import Children
+from strop.pipeline.sweep import Children
 
 SAVES = """
 import pathlib, signal, sys, time
@@ -22,7 +22,7 @@ except KeyboardInterrupt:
 """
 PARENT = """
 import pathlib, sys, time
-from strop.pipeline.children import Children
+from strop.pipeline.sweep import Children
 children = Children()
 children.start("one", [sys.executable, "-S", "-c", "import time; time.sleep(60)"], pathlib.Path(sys.argv[1]))
 print(children._children["one"][0].pid, flush=True)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from strop.cli.common import Stopped, run_until_stopped
+from strop.cli.common import Stopped, run_until_stopped, sigterm_as_interrupt
 from strop.reports.console import ConsoleProgress
 
 
@@ -20,9 +20,9 @@ def test_sigterm_ends_what_runs_in_order():
         finally:
             ended.append(True)
 
-    with pytest.raises(Stopped) as stopped:
+    with sigterm_as_interrupt() as terminated, pytest.raises(Stopped):
         run_until_stopped(work(), ConsoleProgress())
-    assert stopped.value.is_terminated
+    assert terminated == [signal.SIGTERM]
     assert ended == [True]
 
 

@@ -9,10 +9,10 @@ from fake_train import FakeTrain, figures, made_by
 from rich.console import Console
 from typer.testing import CliRunner
 
+import strop.pipeline.sweep
 from scripted_runs import RECIPE
 from strop.cli import app
 from strop.errors import RunError
-from strop.pipeline import children
 from strop.pipeline.sweep import run_sweep
 from strop.pipeline.sweep_file import load_sweep, toml_value
 from strop.reports.sweep import State, SweepConsole
@@ -30,7 +30,7 @@ class Interrupted(SweepConsole):
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch):
-    monkeypatch.setattr(children, "_POLL_S", 0.001)
+    monkeypatch.setattr(strop.pipeline.sweep, "_LOOK_S", 0.001)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_named_arms_change_several_keys_together_and_cross_a_grid(load):
 
 def test_keys_that_end_alike_are_told_apart_in_names(load):
     sweep = load(f'[grid]\n"{LR}" = [1e-4]\n"stages.sft.trainer.optimizer.lr" = [1e-3]\n')
-    assert [arm.name for arm in sweep.arms] == ["rl.trainer.optimizer.lr-0.0001-sft.trainer.optimizer.lr-0.001"]
+    assert [arm.name for arm in sweep.arms] == ["stages.rl.trainer.optimizer.lr-0.0001-stages.sft.trainer.optimizer.lr-0.001"]
 
 
 def test_what_every_arm_has_comes_before_its_own_changes(load):

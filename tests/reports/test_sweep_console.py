@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from strop.reports.sweep import PlannedArm, State, SweepConsole, last_step, print_arms
+from strop.reports.sweep import State, SweepConsole, last_step
 from strop.run_directory import LineWriter, RunDirectory
 
 
@@ -33,14 +33,6 @@ def test_every_run_has_a_line_when_it_starts_and_when_it_ends(console):
         "  · b-seed-0 starts, from the first stages of a-seed-0",
         "  ✗ b-seed-0: [red] alert (exit code 2). Log: logs/b-seed-0.log",
     ]
-
-
-def test_the_plan_counts_what_is_left_to_run(console):
-    states = {0: State.DONE, 1: State.UNFINISHED, 2: State.WAITING}
-    arm = PlannedArm(name="no_clip", changes=["stages.rl.method.loss=no_clip"], states=states, time_s=60.0)
-    print_arms("clip", [arm], shared="", console=console)
-    assert "0 (done), 1 (started), 2" in said(console)
-    assert "2 runs to go, roughly 2 min 00 s in all. Nothing was run." in said(console)
 
 
 def test_what_is_under_way_is_the_last_line_of_its_metrics(tmp_path):

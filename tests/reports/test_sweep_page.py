@@ -10,8 +10,7 @@ from strop.reports.sweep import (
     SweepArm,
     SweepLog,
     SweepRun,
-    curves_by_step,
-    curves_by_time,
+    curves_of,
     difference,
     read_sweep_run,
     results_table,
@@ -99,29 +98,29 @@ def test_a_seed_that_one_arm_lacks_is_in_no_difference():
 
 def test_against_time_seeds_meet_at_their_steps():
     log = log_of(one=[run(0, 0.5, [(1.0, 0.1), (1.0, 0.3)]), run(1, 0.5, [(3.0, 0.2), (5.0, 0.5)])])
-    (series,) = compare_plots(curves_by_time(log))[METRIC].series
+    (series,) = compare_plots(curves_of(log, by_time=True))[METRIC].series
     assert series.points == ((2.0, pytest.approx(0.15)), (5.0, pytest.approx(0.4)))
     assert series.band == ((2.0, 0.1, 0.2), (5.0, 0.3, 0.5))
 
 
 def test_a_step_that_a_seed_did_not_log_is_in_no_mean_and_its_time_counts():
     log = log_of(one=[run(0, 0.5, [(1.0, None), (1.0, 0.3)]), run(1, 0.5, [(1.0, 0.1), (1.0, 0.5)])])
-    assert curves_by_step(log)[METRIC]["one"] == [[(2, 0.3)], [(2, 0.5)]]
-    assert curves_by_time(log)[METRIC]["one"] == [[(2.0, 0.3)], [(2.0, 0.5)]]
+    assert curves_of(log)[METRIC]["one"] == [[(2, 0.3)], [(2, 0.5)]]
+    assert curves_of(log, by_time=True)[METRIC]["one"] == [[(2.0, 0.3)], [(2.0, 0.5)]]
 
 
 def test_seeds_without_a_step_in_common_are_named_as_missing():
     apart = [run(0, 0.5, [(1.0, None), (1.0, 0.3)]), run(1, 0.5, [(1.0, 0.1)])]
     log = log_of(one=apart, other=[run(0, 0.5, [(1.0, 0.3)])])
-    assert compare_plots(curves_by_step(log))[METRIC].missing == (f"{METRIC} of one",)
+    assert compare_plots(curves_of(log))[METRIC].missing == (f"{METRIC} of one",)
 
 
 def test_unfinished_runs_are_drawn_only_where_nothing_else_is():
     failed = run(1, None, [(1.0, 0.2)], state=State.FAILED)
     beside = log_of(one=[run(0, 0.5, [(1.0, 0.1), (1.0, 0.3)]), failed])
-    assert len(curves_by_step(beside)[METRIC]["one"]) == 1
+    assert len(curves_of(beside)[METRIC]["one"]) == 1
     alone = log_of(one=[failed])
-    assert curves_by_step(alone)[METRIC]["one"] == [[(1, 0.2)]]
+    assert curves_of(alone)[METRIC]["one"] == [[(1, 0.2)]]
 
 
 def test_an_arm_without_a_result_has_a_row_that_says_so():

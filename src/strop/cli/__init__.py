@@ -21,6 +21,9 @@ from strop.cli.common import (
     DryRun,
     OnCluster,
     OnHardware,
+    RecipePath,
+    Runs,
+    Set,
     Stopped,
     on_cluster,
     print_dry_run,
@@ -90,13 +93,7 @@ def _root(
     pass
 
 
-RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a key, as in stages.rl.steps=10. Repeatable.", metavar="A.B=C"),
-]
 Name = Annotated[str | None, typer.Option(help="Name of the run; the recipe's own by default.")]
-Runs = Annotated[Path, typer.Option(help="Where run directories lie.")]
 
 
 @app.command()
@@ -147,15 +144,14 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the arms; run nothing.")] = False,
 ) -> None:
     """Run a recipe in several arms with several seeds, and compare them. The same command continues an interrupted sweep."""
-    from strop.pipeline.sweep import plan_arms, plan_runs, run_sweep
+    from strop.pipeline.sweep import print_arms, run_sweep
     from strop.pipeline.sweep_file import load_sweep
-    from strop.reports.sweep import SweepConsole, print_arms
+    from strop.reports.sweep import SweepConsole
 
     loaded = load_sweep(file, overrides or [])
     directory = run_dir or Path("runs") / loaded.file.name
     if dry_run:
-        arms, shared = plan_arms(loaded, plan_runs(loaded, directory))
-        print_arms(loaded.file.name, arms, shared=shared)
+        print_arms(loaded, directory)
         return
     command = shlex.join(["strop", *sys.argv[1:]])
     with SweepConsole() as progress:
@@ -311,7 +307,7 @@ def main() -> None:
                 print(_GOES_ON, file=sys.stderr)
             sys.exit(1)
         except Stopped as stopped:
-            _end_stopped(str(stopped), is_terminated=stopped.is_terminated or bool(terminated))
+            _end_stopped(str(stopped), is_terminated=bool(terminated))
         except Exception as error:
             if (mistake := blame(error)) is None:
                 raise
@@ -332,7 +328,3 @@ def _end_stopped(place: str, *, is_terminated: bool) -> NoReturn:
 
 def _keeps_checkpoints() -> bool:
     return sys.argv[1:2] in (["train"], ["sweep"], ["eval"])
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.common import on_cluster, sigterm_as_interrupt
+from strop.cli.common import RecipePath, on_cluster, sigterm_as_interrupt
 from strop.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Start a Ray cluster on this machine, or print what starts one elsewhere.")
 
 _GPUS = 8  # of a node, unless the recipe or the user says otherwise
-_Recipe = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
 _Nodes = Annotated[
     int | None, typer.Option(min=1, help="Number of nodes. Default: the recipe's `hardware`, or the fewest that it fits on.")
 ]
@@ -34,7 +33,7 @@ def up(
     cpus: Annotated[int, typer.Option(min=0, help="Processors of each node. 0: a share of this machine's.")] = 0,
 ) -> None:
     """Start a cluster of nodes on this machine, to try out what runs on several. Ctrl-C ends it."""
-    from strop.cluster.local import LocalCluster, LocalNode
+    from strop.cluster.start import LocalCluster, LocalNode
 
     share = cpus or max(1, (os.cpu_count() or 1) // local)
     with sigterm_as_interrupt(), LocalCluster([LocalNode()] * local, cpus=share) as cluster:
@@ -47,9 +46,9 @@ def up(
 
 
 @app.command()
-def slurm(recipe: _Recipe, nodes: _Nodes = None, gpus: _Gpus = None) -> None:
+def slurm(recipe: RecipePath, nodes: _Nodes = None, gpus: _Gpus = None) -> None:
     """Print a script for sbatch that starts Ray on all nodes of a job and trains RECIPE."""
-    from strop.cluster.rendering import slurm_script
+    from strop.cluster.start import slurm_script
 
     name, num_nodes, num_gpus = _machines(recipe, nodes, gpus)
     typer.echo(slurm_script(name, recipe, num_nodes=num_nodes, num_gpus=num_gpus), nl=False)
@@ -57,14 +56,14 @@ def slurm(recipe: _Recipe, nodes: _Nodes = None, gpus: _Gpus = None) -> None:
 
 @app.command()
 def kuberay(
-    recipe: _Recipe,
+    recipe: RecipePath,
     image: Annotated[str, typer.Option(help="Container image with strop[cluster] and ray[default].")],
     claim: Annotated[str, typer.Option(help="Persistent volume claim with recipe, models and runs.")],
     nodes: _Nodes = None,
     gpus: _Gpus = None,
 ) -> None:
     """Print the manifest of a RayJob that trains RECIPE, for `kubectl apply`."""
-    from strop.cluster.rendering import kuberay_manifest
+    from strop.cluster.start import kuberay_manifest
 
     name, num_nodes, num_gpus = _machines(recipe, nodes, gpus)
     typer.echo(kuberay_manifest(name, recipe, num_nodes=num_nodes, num_gpus=num_gpus, image=image, claim=claim), nl=False)

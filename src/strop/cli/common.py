@@ -7,8 +7,9 @@ import json
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,51 +19,29 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):  # noqa: N818 - named for what happened
-    """A signal ended a run in order; the text says where, and is empty where no stage had begun."""
-
-    def __init__(self, place: str, *, is_terminated: bool) -> None:
-        super().__init__(place)
-        self.is_terminated = is_terminated
+    """Ctrl-C or SIGTERM ended a run in order; the text says where, and is empty where no stage had begun."""
 
 
 def run_until_stopped(work: Coroutine[Any, Any, object], progress: ConsoleProgress) -> None:
-    """As `asyncio.run`, with `progress` closed behind it. Raises `Stopped` where Ctrl-C or SIGTERM ends it."""
-    before = signal.getsignal(signal.SIGTERM)
-    is_terminated = False
-
-    async def cancelled_by_sigterm() -> None:
-        """As asyncio does at Ctrl-C, where a shell that put the process into the background has not made that ignored."""
-        task = asyncio.current_task()
-        assert task is not None
-
-        def terminate() -> None:
-            nonlocal is_terminated
-            is_terminated = True
-            task.cancel()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        await work
-
+    """As `asyncio.run`; closes `progress` at the end. Raises `Stopped` where Ctrl-C or SIGTERM ends it."""
     with progress:
         try:
-            asyncio.run(cancelled_by_sigterm())
-        except (KeyboardInterrupt, asyncio.CancelledError) as error:
-            if not is_terminated and not isinstance(error, KeyboardInterrupt):
-                raise  # no signal did that: a defect, whose traceback says where
-            raise Stopped(progress.place, is_terminated=is_terminated) from error
-        finally:
-            signal.signal(signal.SIGTERM, before)
+            asyncio.run(work)
+        except KeyboardInterrupt as error:
+            raise Stopped(progress.place) from error
 
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Where nothing else is done about it, SIGTERM raises what Ctrl-C does; the list has the signal once it has come."""
+    """Let SIGTERM do what Ctrl-C does; the list has the signal once it has come."""
     come: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         del frame
         come.append(number)
-        raise KeyboardInterrupt
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell without job control
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -71,6 +50,11 @@ def sigterm_as_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
+RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key, as in stages.rl.steps=10. Repeatable.", metavar="A.B=C")
+]
+Runs = Annotated[Path, typer.Option(help="Where run directories lie.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimates; run nothing.")]
 OnHardware = Annotated[
     str | None,

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from strop.cli.common import Set
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -32,18 +34,12 @@ def _tag_name(value: str) -> str:
     return value
 
 
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key, as in name=other. Repeatable.", metavar="A.B=C")
-]
-Jobs = Annotated[int, typer.Option(min=1, help="Parallel processes.")]
-
-
 @app.command()
 def curate(
     file: Annotated[Path, typer.Argument(help="A TOML file: sources and rules.", metavar="FILE")],
     out: Annotated[Path, typer.Option(help="The directory to write.")],
-    overrides: Overrides = None,
-    jobs: Jobs = 2,
+    overrides: Set = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 2,
 ) -> None:
     """Apply rules to problems: writes kept.jsonl, dropped.jsonl with rules and reasons, and a page that shows both."""
     from rich.console import Console
@@ -127,7 +123,7 @@ def rewrite(
     source: Annotated[Path, typer.Argument(help="Conversations, or rows with a column of text.", metavar="SOURCE")],
     out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT")],
     file: Annotated[Path, typer.Option("--with", help="A TOML file: service, prompt, column.", metavar="FILE")],
-    overrides: Overrides = None,
+    overrides: Set = None,
 ) -> None:
     """Let a model rewrite responses or requests. Failures go to OUT.failed.jsonl with the reason. The same command resumes."""
     from strop.config import load_toml, validate

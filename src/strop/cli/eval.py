@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from strop.cli.common import DryRun, OnHardware, print_dry_run, run_until_stopped
+from strop.cli.common import DryRun, OnHardware, RecipePath, Runs, Set, print_dry_run, run_until_stopped
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Runs = Annotated[Path, typer.Option(help="Directory for results, with one directory each.")]
 
 
 class EvalGroup(TyperGroup):
@@ -42,11 +41,9 @@ Evaluate models, compare evaluations problem by problem, and rank them.
 
 @app.command()
 def run(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")],
+    recipe: RecipePath,
     model: Annotated[Path, typer.Option(help="The model directory to evaluate.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key, as in stages.aime24.k=4. Repeatable.", metavar="A.B=C")
-    ] = None,
+    overrides: Set = None,
     stage: Annotated[str | None, typer.Option(help="An evaluation of the recipe; default: the first.")] = None,
     runs: Runs = Path("runs"),
     name: Annotated[str | None, typer.Option(help="Name of the result; default: `eval-<stage>-<digest of the model>`.")] = None,

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.cluster.config import ClusterConfig
-from strop.cluster.placement import Node, Placement, Roles, place
+from strop.cluster.placement import ClusterConfig, Node, Placement, Roles, place
 from strop.errors import ActorsLost, EngineLost, MachineError, StropError, UserError
 from strop.run_directory import file_digests
 

@@ -1,4 +1,4 @@
-"""Which node of a cluster runs what: a plan in numbers, before anything is started."""
+"""The `cluster` table of a recipe, and which node of a cluster runs what: a plan in numbers, before anything is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,27 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic import Field
+
+from strop.config import Config
 from strop.errors import UserError
+
+
+class ClusterConfig(Config):
+    """A Ray cluster that runs already. Its nodes share the directories of the run and of the models.
+
+    Ranks and replicas are counted where they belong: `trainer.workers`, `engine.replicas`, `engine.tensor_parallel`.
+    """
+
+    address: str = Field(
+        default="auto", min_length=1, description="host:port of the cluster's head. auto: the cluster that this machine is in."
+    )
+    trainer_nodes: int = Field(
+        default=0, ge=0, le=1024, description="Nodes over which trainer.workers are divided evenly. 0: as few as have the GPUs."
+    )
+    sandbox_nodes: int = Field(
+        default=0, ge=0, le=1024, description="Nodes that run a code service each. 0: programs run where strop train runs."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,38 +7,124 @@ All state is on disk, so the same command resumes a sweep.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from strop.errors import RunError
-from strop.pipeline.children import Children, Ended, Start, start_process
 from strop.pipeline.plan import plan
 from strop.pipeline.sweep_file import Arm, Sweep, as_words
 from strop.recipe.recipe import Recipe
-from strop.reports.number_format import duration
-from strop.reports.sweep import (
-    PlannedArm,
-    State,
-    SweepArm,
-    SweepConsole,
-    SweepLog,
-    read_sweep_run,
-    run_summary,
-    sweep_json,
-    sweep_page,
-)
+from strop.reports.number_format import Table, duration
+from strop.reports.sweep import State, SweepArm, SweepConsole, SweepLog, read_sweep_run, run_summary, sweep_json, sweep_page
+from strop.reports.terminal import print_table
 from strop.run_directory import RunDirectory, read_json, write_json, write_text, writing_to
 from strop.runs.lineage import copy_stages, num_common, num_done
 from strop.runs.manifest import check_directory, differences, locked, shown, write_manifest
 
 FORMAT_VERSION = 1
-_POLL_S = 1.0
 _TRAIN = (sys.executable, "-m", "strop.cli")
+_SHOW_S = 1.0  # between two updates of the line that shows the active runs
+_LOOK_S = 0.1  # between two looks whether a process has ended
+_GRACE_S = 120.0  # after an interrupt: the current update ends first
+_PR_SET_PDEATHSIG = 1
+_MARKS = {State.DONE: "(done)", State.UNFINISHED: "(started)"}  # in the plan of a sweep
+
+
+Start = Callable[[Sequence[str], Path], "subprocess.Popen[bytes]"]
+"""Starts a command whose output is appended to a file."""
+
+
+class Ended(NamedTuple):
+    """A child that has ended."""
+
+    key: str
+    status: int  # as in `subprocess`: negative if a signal killed it
+    time_s: float
+
+
+def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process in its own session, so that Ctrl-C reaches only this process, which passes it on."""
+    with writing_to(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = log.open("ab")
+    with output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with(os.getpid()),
+        )
+
+
+class Children(AbstractContextManager["Children", None]):
+    """A context manager. On exit it interrupts children that still run, and kills those that do not end."""
+
+    def __init__(self, start: Start = start_process) -> None:
+        self._start = start
+        self._children: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._children)
+
+    def start(self, key: str, command: Sequence[str], log: Path) -> None:
+        self._children[key] = (self._start(command, log), time.monotonic())
+
+    def wait(self, *, at_most_s: float) -> list[Ended]:
+        """Wait for the first child that ends, and return all that have ended."""
+        deadline = time.monotonic() + at_most_s
+        while True:
+            statuses = {key: child.poll() for key, (child, _) in self._children.items()}
+            ended = [
+                Ended(key, status, time.monotonic() - self._children.pop(key)[1])
+                for key, status in statuses.items()
+                if status is not None
+            ]
+            if ended or not self._children or time.monotonic() >= deadline:
+                return ended
+            time.sleep(_LOOK_S)
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._signal(signal.SIGINT)
+            deadline = time.monotonic() + _GRACE_S
+            while self._children and time.monotonic() < deadline:
+                self.wait(at_most_s=1.0)
+        finally:
+            self._signal(signal.SIGKILL)
+            while self._children:
+                self.wait(at_most_s=1.0)
+
+    def _signal(self, number: int) -> None:
+        for child, _ in self._children.values():
+            child.send_signal(number)
+
+
+def _end_with(parent: int) -> Callable[[], None]:
+    """Return what a new child runs first: it dies with its parent, and accepts SIGINT even if the parent ignores it."""
+    libc = ctypes.CDLL(None)  # loaded before the fork
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the parent was killed before prctl
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell makes background jobs ignore it
+
+    return prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,27 +181,34 @@ def plan_runs(sweep: Sweep, directory: Path) -> list[PlannedRun]:
     ]
 
 
-def plan_arms(sweep: Sweep, runs: Sequence[PlannedRun]) -> tuple[list[PlannedArm], str]:
-    """Return every arm with the estimated time of a run on this machine, and a text on the stages that arms share.
+def print_arms(sweep: Sweep, directory: Path, *, console: Console | None = None) -> None:
+    """Print each arm with its changes, the state of its runs and the estimated time of a run on this machine.
 
     Raises:
+        RunError: as `plan_runs`.
         UserError: a file that an arm reads is missing.
     """
-    firsts = [next(run for run in runs if run.arm is arm) for arm in sweep.arms]
-    num_shared = min((num_common(firsts[0].recipe, other.recipe) for other in firsts[1:]), default=0)
-    times_s = [[stage.time_s for stage in plan(first.recipe)] for first in firsts]
-    arms = [
-        PlannedArm(
-            name=first.arm.name,
-            changes=as_words(first.arm.overrides),
-            states={run.seed: run.state for run in runs if run.arm is first.arm},
-            time_s=sum(of_stages[num_shared:]),
-        )
-        for first, of_stages in zip(firsts, times_s, strict=True)
-    ]
-    names = ", ".join(list(firsts[0].recipe.stages)[:num_shared])
-    shared_s = sum(times_s[0][:num_shared])
-    return arms, f", plus {names}, shared by the arms of a seed (about {duration(shared_s)} a seed)" if names else ""
+    console = Console() if console is None else console
+    runs = plan_runs(sweep, directory)
+    recipes = [arm.recipes[sweep.file.seeds[0]] for arm in sweep.arms]
+    num_shared = min((num_common(recipes[0], other) for other in recipes[1:]), default=0)
+    times_s = [[stage.time_s for stage in plan(recipe)] for recipe in recipes]
+    rows, to_run_s = [], []
+    for arm, of_stages in zip(sweep.arms, times_s, strict=True):
+        time_s = sum(of_stages[num_shared:])
+        states = {run.seed: run.state for run in runs if run.arm is arm}
+        seeds = ", ".join(f"{seed} {_MARKS.get(state, '')}".strip() for seed, state in states.items())
+        rows.append((arm.name, "\n".join(as_words(arm.overrides)) or "none", seeds, duration(time_s)))
+        to_run_s += [time_s for state in states.values() if state is not State.DONE]
+    console.print(sweep.file.name, style="bold", markup=False, highlight=False)
+    table = Table(columns=("arm", "changes", "seeds", "a run"), rows=tuple(rows))
+    print_table(table, console=console, wrapped=("arm", "changes", "seeds"))
+    shared = ""
+    if num_shared:
+        names, shared_s = ", ".join(list(recipes[0].stages)[:num_shared]), sum(times_s[0][:num_shared])
+        shared = f", plus {names}, shared by the arms of a seed (about {duration(shared_s)} a seed)"
+    total = f"{len(to_run_s)} runs to go, roughly {duration(sum(to_run_s))} in all{shared}. Nothing was run."
+    console.print(total, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_arms(sweep: Sweep, directory: Path, *, command: str) -> None:
@@ -191,7 +284,7 @@ class _Driver:
                     while len(self.children.running) < self.jobs and (run := self._next(waiting)) is not None:
                         waiting.remove(run)
                         self._start(run)
-                    for ended in self.children.wait(at_most_s=_POLL_S):
+                    for ended in self.children.wait(at_most_s=_SHOW_S):
                         self._end(ended)
                     self.progress.under_way({name: self.runs[name].directory for name in self.children.running})
         except BaseException:

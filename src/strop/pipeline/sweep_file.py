@@ -157,14 +157,9 @@ def _expand(file: SweepFile) -> dict[str, Overrides]:
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each key, or more of it where two keys end alike."""
-    shorts = {}
-    for key in keys:
-        parts = key.split(".")
-        others = [f".{other}" for other in keys if other != key]
-        tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        shorts[key] = next(tail for tail in tails if not any(other.endswith(f".{tail}") for other in others))
-    return shorts
+    """Return the last part of each key, or the whole keys where two of them end alike."""
+    shorts = {key: key.rpartition(".")[2] for key in keys}
+    return shorts if len({*shorts.values()}) == len(shorts) else {key: key for key in keys}
 
 
 def _slug(value: str | float) -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from strop import user_code
 from strop.algorithms.losses import Mismatch
-from strop.cluster.config import ClusterConfig
+from strop.cluster.placement import ClusterConfig
 from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
 from strop.errors import ConfigError, did_you_mean

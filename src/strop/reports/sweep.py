@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -51,9 +51,6 @@ class State(StrEnum):
     RUNNING = "running"
     FAILED = "failed"
     DONE = "done"
-
-
-_MARKS = {State.DONE: "(done)", State.UNFINISHED: "(started)"}  # in the plan of a sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,21 +176,13 @@ def difference(arm: SweepArm, baseline: SweepArm) -> Estimate | None:
     return mean_of_seeds(pairs) if len(pairs) > 1 else None
 
 
-def curves_by_step(log: SweepLog) -> Curves:
-    """Return metric -> arm -> one curve a seed, against steps."""
-    return {metric: {arm.name: _arm_curves(arm, metric) for arm in _started(log)} for metric in log.drawn}
+def curves_of(log: SweepLog, *, by_time: bool = False) -> Curves:
+    """Return metric -> arm -> one curve a seed, against steps; or against the mean seconds that the seeds took up to a step."""
+    started = [arm for arm in log.arms if any(run.steps for run in arm.runs)]
+    return {metric: {arm.name: _arm_curves(arm, metric, by_time=by_time) for arm in started} for metric in log.drawn}
 
 
-def curves_by_time(log: SweepLog) -> Curves:
-    """Return the same against seconds: a point lies at the mean time that the seeds took up to its step."""
-    return {metric: {arm.name: _arm_curves(arm, metric, by_time=True) for arm in _started(log)} for metric in log.drawn}
-
-
-def _started(log: SweepLog) -> list[SweepArm]:
-    return [arm for arm in log.arms if any(run.steps for run in arm.runs)]
-
-
-def _arm_curves(arm: SweepArm, metric: str, *, by_time: bool = False) -> list[list[Point]]:
+def _arm_curves(arm: SweepArm, metric: str, *, by_time: bool) -> list[list[Point]]:
     """Return curves over the steps that all seeds logged: a mean over fewer would jump where one ends.
 
     Unfinished runs are left out if there are finished ones.
@@ -242,8 +231,8 @@ def run_summary(run: SweepRun, result: str) -> str:
 def sweep_page(log: SweepLog) -> str:
     """Return a page that needs no other file. It links to the reports of the runs."""
     units = {metric: unit_of(metric) for metric in log.drawn}
-    axes = (("Against steps", curves_by_step, "step"), ("Against wall-clock time", curves_by_time, "seconds"))
-    sections = [{"title": title, "drawings": drawings_of(curves(log), units=units, x_label=x)} for title, curves, x in axes]
+    axes = (("Against steps", curves_of(log), "step"), ("Against wall-clock time", curves_of(log, by_time=True), "seconds"))
+    sections = [{"title": title, "drawings": drawings_of(curves, units=units, x_label=x)} for title, curves, x in axes]
     return render(
         "sweep.html.j2",
         log=log,
@@ -258,14 +247,7 @@ def sweep_json(log: SweepLog) -> dict[str, Any]:
     """Return the numbers of the page. Curves: metric -> arm -> seed -> [step, seconds, value]."""
     return {
         "format": FORMAT_VERSION,
-        "name": log.name,
-        "description": log.description,
-        "command": log.command,
-        "recipe": log.recipe,
-        "common": list(log.common),
-        "stage": log.stage,
-        "result": log.result,
-        "jobs": log.jobs,
+        **{key: getattr(log, key) for key in ("name", "description", "command", "recipe", "common", "stage", "result", "jobs")},
         "arms": {arm.name: _arm_json(arm, log.arms[0]) for arm in log.arms},
         "runs": [{"arm": arm.name, **_run_json(run)} for arm in log.arms for run in arm.runs],
         "curves": {metric: {arm.name: _curves_json(arm, metric) for arm in log.arms} for metric in log.drawn},
@@ -298,17 +280,7 @@ def _curves_json(arm: SweepArm, metric: str) -> dict[str, list[list[float]]]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedArm:
-    """One line of the plan."""
-
-    name: str
-    changes: Sequence[str]
-    states: Mapping[int, State]  # by seed
-    time_s: float  # of one run, without shared stages
-
-
-class SweepConsole:
+class SweepConsole(AbstractContextManager["SweepConsole", None]):
     """Prints the progress of a sweep. In a terminal the last line shows the active runs."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -316,10 +288,7 @@ class SweepConsole:
         self._status: Status | None = None
         self._num_runs = self._num_ended = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def started(self, *, num_runs: int, num_done: int) -> None:
@@ -378,23 +347,3 @@ def last_step(run: RunDirectory) -> str:
     except (OSError, ValueError, IndexError):
         return "starts"
     return f"{line['stage']} {line['step']}"
-
-
-def print_arms(name: str, arms: Sequence[PlannedArm], *, shared: str, console: Console | None = None) -> None:
-    """Print the plan of a sweep: each arm, its changes, and the state of its runs."""
-    console = Console() if console is None else console
-    console.print(name, style="bold", markup=False, highlight=False)
-    rows = [
-        (
-            arm.name,
-            "\n".join(arm.changes) or "none",
-            ", ".join(f"{seed} {_MARKS.get(state, '')}".strip() for seed, state in arm.states.items()),
-            duration(arm.time_s),
-        )
-        for arm in arms
-    ]
-    table = Table(columns=("arm", "changes", "seeds", "a run"), rows=tuple(rows))
-    print_table(table, console=console, wrapped=("arm", "changes", "seeds"))
-    to_run = [arm.time_s for arm in arms for state in arm.states.values() if state is not State.DONE]
-    total = f"{len(to_run)} runs to go, roughly {duration(sum(to_run))} in all{shared}. Nothing was run."
-    console.print(total, markup=False, highlight=False, soft_wrap=True)
