@@ -168,15 +168,7 @@ def test_a_server_splits_its_weights_and_the_own_engine_does_not(tmp_path):
     estimate = Estimate(sampled=SAMPLED)
     assert "engine.tensor_parallel=2" in cost_on(hardware, "eval", estimate, server, MODEL).lines[-1]
     problem = cost_on(hardware, "eval", estimate, BFLOAT16, MODEL).problem
-    assert (
-        'It fits with servers that divide the model: engine.kind = "vllm" with engine.python, and --set stages.eval.engine.'
-        in problem
-    )
-    assert "--set stages.eval.engine.tensor_parallel=2. Or name larger devices, or a smaller model." in problem
-    servers = 'servers that divide the model (engine.kind = "vllm" with engine.python)'
-    for memory_gb, instead in ((1, "larger devices, or a smaller model"), (1.5, f"8 x mine and {servers}, or larger devices")):
-        problem = cost_on(device(tmp_path, num=2, memory_gb=memory_gb), "eval", estimate, BFLOAT16, MODEL).problem
-        assert f"No layout fits; name {instead}." in problem
+    assert "No layout fits; name larger devices, or a smaller model." in problem
 
 
 def test_a_server_divides_its_heads_evenly(tmp_path):

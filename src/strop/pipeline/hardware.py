@@ -18,7 +18,7 @@ from pydantic import Field
 
 from strop.cluster.placement import Node
 from strop.config import Config, load_toml, validate
-from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, VllmConfig
+from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
 from strop.errors import ConfigError, did_you_mean
 from strop.recipe.stage import Estimate, Model, Trained
 from strop.reports.number_format import counted, duration
@@ -118,23 +118,28 @@ class Layout:
     devices: tuple[int, ...] = ()  # of the engines, if they are on one machine
     is_apart: bool = False  # the engines' devices are not the trainer's
 
-    def keys(self, written: Layout, name: str) -> str:
-        """The words of the command line that change `written` into this layout of the stage `name`."""
-        trainer = {
-            "workers": (self.ranks, written.ranks),
-            "fsdp_size": (self.fsdp_size, written.fsdp_size),
-            "max_tokens_per_microbatch": (self.tokens, written.tokens),
+    def options(self, written: Layout, name: str) -> str:
+        """The options of the command line that change `written` into this layout of the stage `name`."""
+        before = written._keys()
+        changed = {key: now for key, now in self._keys().items() if now not in ("", before.get(key))}
+        return " ".join(f"--set stages.{name}.{key}={now}" for key, now in changed.items())
+
+    def _keys(self) -> dict[str, int | str]:
+        """The keys of a stage, each with its value as it is written."""
+        trainer: dict[str, int | str] = {
+            "trainer.workers": self.ranks,
+            "trainer.fsdp_size": self.fsdp_size,
+            "trainer.max_tokens_per_microbatch": self.tokens,
+            "trainer.activation_checkpointing": str(self.is_recomputed).lower(),
         }
-        engine = {
-            "replicas": (self.engines, written.engines),
-            "devices": tuple(each.devices and f"[{','.join(map(str, each.devices))}]" for each in (self, written)),
-            "tensor_parallel": (self.width, written.width),
-            "slots": (self.slots, written.slots),
+        if not self.engines:
+            return trainer
+        return trainer | {
+            "engine.replicas": self.engines,
+            "engine.devices": f"[{','.join(map(str, self.devices))}]" if self.devices else "",
+            "engine.tensor_parallel": self.width,
+            "engine.slots": self.slots,
         }
-        words = [f"trainer.{key}={now}" for key, (now, before) in trainer.items() if now != before]
-        words += ["trainer.activation_checkpointing=true"] if self.is_recomputed != written.is_recomputed else []
-        words += [f"engine.{key}={now}" for key, (now, before) in engine.items() if self.engines and now and now != before]
-        return " ".join(f"--set stages.{name}.{word}" for word in words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,12 +177,12 @@ def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine
     fitting = costs.first_that_fits(written)
     is_spread = max(written.ranks, written.engines * written.width) > 1
     layout = written if is_spread else fitting or costs.smallest(written)
-    words = "" if fitting is None else fitting.keys(written, name)
+    words = "" if fitting is None else fitting.options(written, name)
     lines = list(costs.roles(layout))
     if costs.fits(layout):
         lines += [costs.time(layout), f"for this layout: {words}" if words and layout is fitting else ""]
         return Cost(time_s=sum(costs.times(layout)), lines=tuple(filter(None, lines)))
-    remedy = f"It fits with {words}" if words else costs.remedy(written, name)
+    remedy = f"It fits with {words}" if words else costs.remedy(written)
     return Cost(
         lines=tuple(lines),
         problem=f"does not fit: {costs.needed_devices(layout)} of {counted(hardware.num, 'device')}, each with"
@@ -201,37 +206,6 @@ def _written(estimate: Estimate, engine: AnyEngine) -> Layout:
     )
 
 
-def _layouts(estimate: Estimate, engine: AnyEngine, model: Model, num: int, written: Layout) -> Iterator[Layout]:
-    """Layouts over all `num` devices, first those that compute no more, cross no machine and change sizes least."""
-    trained, sampled = estimate.trained, estimate.sampled
-    widths = [2**power for power in range(num.bit_length())] if isinstance(engine, ServerConfig) else [1]
-    widths = [width for width in widths if model.num_heads % width == 0]  # a server divides the heads evenly
-    num_slots = _halves(written.slots, 1) if sampled is not None else [written.slots]
-    num_tokens = _halves(written.tokens, max(_SHORTEST, trained.longest if trained is not None else 0))
-    options = product({written.fsdp_size, 0}, {written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
-    for fsdp_size, is_recomputed, width, slots, tokens in sorted(
-        options, key=lambda each: (-each[0], each[1], each[2] > _DEVICES_OF_A_MACHINE, -each[3], -each[4])
-    ):
-        ranks = 0 if trained is None else 1 if trained.in_one_process else num // 2 if estimate.overlaps else num
-        if trained is not None and (ranks % max(1, fsdp_size) or ranks % trained.trainer.sequence_parallel):
-            continue
-        engines = 0 if sampled is None else (num - ranks if estimate.overlaps else num) // width
-        if bool(ranks) >= (trained is not None) and bool(engines) >= (sampled is not None):
-            first = ranks if estimate.overlaps else 0
-            last = first + engines * width
-            yield Layout(
-                ranks=ranks,
-                engines=engines,
-                width=width,
-                slots=slots,
-                tokens=tokens,
-                is_recomputed=is_recomputed,
-                fsdp_size=fsdp_size,
-                devices=tuple(range(first, last)) if 1 < last <= _DEVICES_OF_A_MACHINE else (),
-                is_apart=estimate.overlaps,
-            )
-
-
 def _halves(first: int, last: int) -> list[int]:
     """`first`, its half, a quarter, and so on, none below `last`."""
     return [first >> power for power in range(first.bit_length()) if first >> power >= last] or [first]
@@ -247,31 +221,44 @@ class _Costs:
     model: Model
 
     def layouts(self, written: Layout) -> Iterator[Layout]:
-        return _layouts(self.estimate, self.engine, self.model, self.hardware.num, written)
+        """Layouts over all devices, first those that compute no more, cross no machine and change sizes least."""
+        estimate, num = self.estimate, self.hardware.num
+        trained, sampled = estimate.trained, estimate.sampled
+        widths = [2**power for power in range(num.bit_length())] if isinstance(self.engine, ServerConfig) else [1]
+        widths = [width for width in widths if self.model.num_heads % width == 0]  # a server divides the heads evenly
+        num_slots = _halves(written.slots, 1) if sampled is not None else [written.slots]
+        num_tokens = _halves(written.tokens, max(_SHORTEST, trained.longest if trained is not None else 0))
+        options = product({written.fsdp_size, 0}, {written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
+        for fsdp_size, is_recomputed, width, slots, tokens in sorted(
+            options, key=lambda each: (-each[0], each[1], each[2] > _DEVICES_OF_A_MACHINE, -each[3], -each[4])
+        ):
+            ranks = 0 if trained is None else 1 if trained.in_one_process else num // 2 if estimate.overlaps else num
+            if trained is not None and (ranks % max(1, fsdp_size) or ranks % trained.trainer.sequence_parallel):
+                continue
+            engines = 0 if sampled is None else (num - ranks if estimate.overlaps else num) // width
+            if bool(ranks) >= (trained is not None) and bool(engines) >= (sampled is not None):
+                first = ranks if estimate.overlaps else 0
+                last = first + engines * width
+                yield Layout(
+                    ranks=ranks,
+                    engines=engines,
+                    width=width,
+                    slots=slots,
+                    tokens=tokens,
+                    is_recomputed=is_recomputed,
+                    fsdp_size=fsdp_size,
+                    devices=tuple(range(first, last)) if 1 < last <= _DEVICES_OF_A_MACHINE else (),
+                    is_apart=estimate.overlaps,
+                )
 
     def first_that_fits(self, written: Layout) -> Layout | None:
         return next((each for each in self.layouts(written) if self.fits(each)), None)
 
-    def enough_devices(self, written: Layout) -> Hardware | None:
-        """Twice, four times, ... as many devices, of which a layout fits on the first."""
+    def remedy(self, written: Layout) -> str:
+        """Where no layout fits: twice, four times, ... as many devices, of which one fits on the first."""
         more = (replace(self.hardware, num=self.hardware.num << power) for power in range(1, 8))
-        return next((each for each in more if replace(self, hardware=each).first_that_fits(written) is not None), None)
-
-    def remedy(self, written: Layout, name: str) -> str:
-        """Where no layout fits: more devices, or servers that divide the model, or more devices with these."""
-        own, vllm = self.engine, 'engine.kind = "vllm" with engine.python'
-        served = None
-        if isinstance(own, EngineConfig) and self.estimate.sampled is not None:
-            engine = VllmConfig(python=Path("vllm"), slots=own.slots, max_length=own.max_length, dtype=own.dtype)
-            served = replace(self, engine=engine)
-        enough = self.enough_devices(written)
-        instead = f"{enough}, or larger devices" if enough else "larger devices, or a smaller model"
-        if served is not None and (layout := served.first_that_fits(written)) is not None:
-            words = layout.keys(written, name)
-            return f"It fits with servers that divide the model: {vllm}, and {words}. Or name {instead}"
-        if served is not None and enough is None and (enough := served.enough_devices(written)):
-            instead = f"{enough} and servers that divide the model ({vllm}), or larger devices"
-        return f"No layout fits; name {instead}"
+        enough = next((each for each in more if replace(self, hardware=each).first_that_fits(written) is not None), None)
+        return f"No layout fits; name {f'{enough}, or larger devices' if enough else 'larger devices, or a smaller model'}"
 
     def smallest(self, written: Layout) -> Layout:
         """The layout that comes closest where none fits."""
