@@ -99,7 +99,7 @@ def test_fewer_problems_or_other_settings_than_there_are_is_another_evaluation(t
     write_rows(tmp_path / "rows.jsonl", *SUMS)
     figures, _ = evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl"), monkeypatch=monkeypatch)
     for asked in ({"num_tasks": 2}, {"k": 2}, {"num_tasks": 2, "k": 8}, {"k": 8, "prompt": "rstar2"}):
-        with pytest.raises(RunError, match="these stages are stale"):
+        with pytest.raises(RunError, match=r"holds another evaluation:(.|\n)*another name with --name"):
             evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl", **asked), monkeypatch=monkeypatch)
     assert read_eval(tmp_path / "run").result == figures
 

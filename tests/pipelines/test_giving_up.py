@@ -36,6 +36,7 @@ def test_a_warning_of_a_stage_comes_with_its_name(tmp_path):
     with pytest.raises(CannotLearnError):
         run_recipe(tmp_path / "run", make_recipe(steps=2, give_up_after=1), say=endless, progress=progress)
     assert progress.warnings[0].startswith("rl: step 1 cannot learn: ")
+    assert "step 1 cannot learn" in (tmp_path / "run" / "report.html").read_text()
 
 
 def endless(conversation, draw):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, RunError, StaleStages, did_you_mean
 from strop.pipeline.run import TrainResult
 from strop.pipeline.run import train as run_recipe
 from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
@@ -95,7 +95,8 @@ def choose_evaluation(recipe: Recipe, stage: str | None, overrides: Sequence[str
     evaluations = evaluations_in(recipe)
     if not evaluations or (stage is not None and stage not in evaluations):
         known = ", ".join(evaluations) or "none"
-        raise ConfigError(f"recipe {recipe.name!r} has no evaluation {stage or ''!r}. Its evaluations: {known}.")
+        guess = did_you_mean(stage or "", evaluations)
+        raise ConfigError(f"recipe {recipe.name!r} has no evaluation {stage or ''!r}.{guess} Its evaluations: {known}.")
     name = stage or evaluations[0]
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -121,7 +122,13 @@ async def evaluate_model(
         RunError: the evaluation has begun there with other keys or data.
     """
     chosen = evaluation_of(recipe, str(find_model(str(model))), choose_evaluation(recipe, stage))
-    result = await run_recipe(chosen, directory, progress=progress)
+    try:
+        result = await run_recipe(chosen, directory, progress=progress)
+    except StaleStages as error:  # its remedy is an option of `strop train`
+        raise RunError(
+            f"{directory} holds another evaluation:\n{error.reasons}\nGive this one another name with --name, or remove that"
+            " directory."
+        ) from error
     return result.evaluations[0]
 
 

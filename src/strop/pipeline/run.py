@@ -18,7 +18,7 @@ from strop import user_code
 from strop.cluster.connection import Connection, connected, ignore
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
-from strop.errors import TrainerLost
+from strop.errors import CannotLearnError, TrainerLost
 from strop.pipeline.plan import check_nodes, check_stages, roles_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Product, StageResult
@@ -137,7 +137,11 @@ async def train(
                 trackers=trackers,
                 events=events,
             )
-            await _run_placed(connection, context, selected)
+            try:
+                await _run_placed(connection, context, selected)
+            except CannotLearnError:
+                write_report(run)
+                raise
             if stage.makes is Product.MODEL and not stage.init:
                 check_room(recipe, name, load_chat(product_of(run, name)), context.tools)
         finished(run)
