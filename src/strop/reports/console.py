@@ -6,10 +6,10 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -77,7 +77,7 @@ class TimeLeft:
         return time_s / num_steps * (self._total - step)
 
 
-class ConsoleProgress:
+class ConsoleProgress(AbstractContextManager["ConsoleProgress", None]):
     """Implements `Progress`. In a terminal a bar with the time left stays below the lines until `close`."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,10 +95,7 @@ class ConsoleProgress:
             disable=not self._console.is_terminal,
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -35,7 +35,6 @@ class StageLog:
     is_done: bool
     steps: Mapping[int, Metrics]  # in order of step; the last line of a step that ran twice
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the stages that it reads, by key
-    updates: tuple[tuple[float, Metrics], ...] = ()  # (position on the axis of steps, metrics) of each update
     switches: Mapping[int, str] = field(default_factory=dict)  # permanent changes of its schedule, by their first step
     is_begun: bool = False
     hours: tuple[str, ...] = ()  # of all cores and GPUs of the machine, in words
@@ -54,11 +53,6 @@ class StageLog:
     def is_stepped(self) -> bool:
         """Whether each of its steps is a batch of rollouts to learn from."""
         return any(key.startswith("rollout/") for key in self.metrics)
-
-    @property
-    def has_several_updates(self) -> bool:
-        """Whether a step had more than one update."""
-        return any(place < math.ceil(place) for place, _ in self.updates)
 
     @property
     def utilisation(self) -> tuple[str, ...]:
@@ -158,7 +152,7 @@ def read_run(run: RunDirectory) -> RunLog:
         RunError: there is no manifest, or a file is damaged.
     """
     manifest: dict[str, Any] = read_json(run.manifest)
-    rows, updates, events = read_lines(run.metrics), read_lines(run.updates), read_lines(run.events)
+    rows, events = read_lines(run.metrics), read_lines(run.events)
     stages: dict[str, dict[str, Any]] = manifest.get("stages") or {}  # in the order in which they run
     recipe = manifest.get("recipe") or {}
     return RunLog(
@@ -167,7 +161,7 @@ def read_run(run: RunDirectory) -> RunLog:
         seed=str(manifest.get("seed", "")),
         versions={str(key): str(value) for key, value in (manifest.get("versions") or {}).items()},
         recipe=_flat(recipe),
-        stages=tuple(_stage(run, name, said, rows, updates, events) for name, said in stages.items()),
+        stages=tuple(_stage(run, name, said, rows, events) for name, said in stages.items()),
         evaluations=tuple(
             _evaluation(name, read_json(path), (recipe.get("stages") or {}).get(name) or {})
             for name in stages
@@ -193,33 +187,21 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _stage(
-    run: RunDirectory,
-    name: str,
-    said: Mapping[str, Any],
-    rows: list[dict[str, Any]],
-    updates: list[dict[str, Any]],
-    events: list[dict[str, Any]],
+    run: RunDirectory, name: str, said: Mapping[str, Any], rows: list[dict[str, Any]], events: list[dict[str, Any]]
 ) -> StageLog:
     directory = run.stage(name)
+    placed = [event["nodes"] for event in events if (event.get("event"), event.get("stage")) == ("placed", name)]
     return StageLog(
         name=name,
         kind=str(said.get("kind", "")),
         init=str(said.get("init", "")),
         is_done=directory.done.exists(),
         steps=steps_of(rows, name),
-        updates=_updates(updates, name),
         switches=_switches(events, name),
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
         is_begun=directory.path.exists(),
         hours=machine_hours(events, name),
-        nodes=next(
-            (
-                tuple(event["nodes"])
-                for event in reversed(events)
-                if (event.get("event"), event.get("stage")) == ("placed", name)
-            ),
-            (),
-        ),
+        nodes=tuple(placed[-1]) if placed else (),
         why_stale=why_stale(directory),
     )
 
@@ -232,19 +214,6 @@ def steps_of(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
         if row.get("stage") == stage and "step" in row
     }
     return dict(sorted(steps.items()))
-
-
-def _updates(rows: list[dict[str, Any]], stage: str) -> tuple[tuple[float, Metrics], ...]:
-    """Return positions and metrics. The n updates of step k lie at k - (n-1)/n, ..., k - 1/n, k."""
-    mine = [row for row in rows if row.get("stage") == stage]
-    num_of = Counter((row["step"], row["role"]) for row in mine)
-    return tuple(
-        (
-            row["step"] - 1 + row["place"] / num_of[row["step"], row["role"]],
-            {key: value for key, value in finite(row).items() if "/" in key},
-        )
-        for row in mine
-    )
 
 
 def _switches(events: list[dict[str, Any]], stage: str) -> dict[int, str]:

@@ -118,25 +118,18 @@ def sections(log: RunLog) -> list[Section]:
         if stages := [stage for stage in log.stages if _has_logged(stage, keys.of)]:
             panels = [*PANELS.of(keys), *(duration_panels(stages) if keys.has_durations else [])]
             found.append(section_of(keys.title, panels, stages, is_open=keys.is_open or not found))
-    if several := [stage for stage in log.stages if stage.has_several_updates]:
-        logged = sorted({key for stage in several for _, metrics in stage.updates for key in metrics})
-        found.append(section_of("Update by update", _plain(logged), several, is_open=False, is_by_update=True))
     drawn = {key for panel in PANELS.panels.values() for key in (*panel.metrics, *(panel.interval or ()))}
     all_logged = {key for stage in log.stages for key in stage.metrics if not key.startswith((_BY_ENGINE, DURATIONS))}
     if undrawn := sorted(all_logged - drawn - {*PANELS.hidden}):
         stages = [stage for stage in log.stages if stage.steps]
-        found.append(section_of("Everything else in the log", _plain(undrawn), stages, is_open=False))
+        panels = [Panel(title=key, metrics={key: key}, from_zero=False) for key in undrawn]
+        found.append(section_of("Everything else in the log", panels, stages, is_open=False))
     return found
 
 
 def _has_logged(stage: StageLog, prefixes: tuple[str, ...]) -> bool:
     """Whether a step of `stage` logged a metric other than 0 whose name begins with one of `prefixes`."""
     return any(value and key.startswith(prefixes) for metrics in stage.steps.values() for key, value in metrics.items())
-
-
-def _plain(keys: Sequence[str]) -> list[Panel]:
-    """Return one panel per metric."""
-    return [Panel(title=key, metrics={key: key}, from_zero=False) for key in keys]
 
 
 def trailing_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
@@ -147,14 +140,12 @@ def trailing_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
     return tuple((x, (sums[end] - sums[max(0, end - window)]) / min(end, window)) for end, (x, _) in enumerate(points, start=1))
 
 
-def section_of(
-    title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool, is_by_update: bool = False
-) -> Section:
-    logged = {key for stage in stages for _, metrics in _logged(stage, is_by_update=is_by_update) for key in metrics}
+def section_of(title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool) -> Section:
+    logged = {key for stage in stages for key in stage.metrics}
     shown = [panel for panel in panels if any(key in logged or not _is_optional(key) for key in panel.metrics)]
     shown = [panel for panel in shown if not panel.is_by_time or ELAPSED in logged]
     shown = [panel for panel in shown if any(key.startswith(panel.of) for key in logged)]
-    drawings = tuple(Drawing(plot=_plot(panel, stages, is_by_update=is_by_update), note=panel.note) for panel in shown)
+    drawings = tuple(Drawing(plot=_plot(panel, stages), note=panel.note) for panel in shown)
     return Section(title=title, drawings=drawings, is_open=is_open)
 
 
@@ -163,17 +154,12 @@ def _is_optional(metric: str) -> bool:
     return metric.startswith(PANELS.optional)
 
 
-def _logged(stage: StageLog, *, is_by_update: bool) -> Sequence[tuple[float, Metrics]]:
-    """Return what the stage logged, with its step: of each update, or of each step."""
-    return stage.updates if is_by_update else tuple(stage.steps.items())
-
-
-def _plot(panel: Panel, stages: Sequence[StageLog], *, is_by_update: bool) -> Plot:
+def _plot(panel: Panel, stages: Sequence[StageLog]) -> Plot:
     offsets = _offsets_by_time(stages) if panel.is_by_time else offsets_of(stages)
     steps = [
         (offset + (metrics[ELAPSED] if panel.is_by_time else step), metrics)
         for stage, offset in zip(stages, offsets, strict=True)
-        for step, metrics in _logged(stage, is_by_update=is_by_update)
+        for step, metrics in stage.steps.items()
         if not panel.is_by_time or ELAPSED in metrics
     ]
     logged = {key for _, metrics in steps for key in metrics}
@@ -183,7 +169,7 @@ def _plot(panel: Panel, stages: Sequence[StageLog], *, is_by_update: bool) -> Pl
         if key in logged:
             points = _points(panel, key, steps)
             if panel.interval is None:
-                series += _lines(panel, label, points, colour, of="update" if is_by_update else "step")
+                series += _lines(panel, label, points, colour)
             else:
                 series.append(Series(label=label, points=points, colour=colour, band=_band(panel.interval, steps)))
     return Plot(
@@ -214,14 +200,14 @@ def _band(interval: tuple[str, str], steps: Sequence[tuple[float, Metrics]]) -> 
     return tuple((x, metrics[low], metrics[high]) for x, metrics in steps if low in metrics and high in metrics)
 
 
-def _lines(panel: Panel, label: str, points: tuple[Point, ...], colour: int, *, of: str) -> list[Series]:
+def _lines(panel: Panel, label: str, points: tuple[Point, ...], colour: int) -> list[Series]:
     """Return one line; with one metric and enough points, the faint points and their trailing mean."""
     window = len(points) // 10
     if panel.look is Look.AREA or len(panel.metrics) > 1 or window < 2:
         return [Series(label=label, points=points, colour=colour, look=panel.look)]
     return [
-        Series(label=f"each {of}", points=points, colour=colour, look=Look.FAINT),
-        Series(label=f"{label}, mean of {window} {of}s", points=trailing_mean(points, window), colour=colour),
+        Series(label="each step", points=points, colour=colour, look=Look.FAINT),
+        Series(label=f"{label}, mean of {window} steps", points=trailing_mean(points, window), colour=colour),
     ]
 
 

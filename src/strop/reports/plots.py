@@ -35,7 +35,6 @@ class Look(StrEnum):
 
     LINE = "line"
     FAINT = "faint"  # behind another line that sums it up
-    DASHED = "dashed"
     AREA = "area"  # stacked on the areas before it
 
 
@@ -149,7 +148,6 @@ def draw(plot: Plot, *, is_standalone: bool = False) -> Markup:
         width=_WIDTH,
         height=max(bottom, end + _LEGEND_ROW * len(missing)) + 6,
         top=top,
-        spoken=_spoken(plot),
         is_standalone=is_standalone,
         legend=legend,
         missing=[(name, end + _LEGEND_ROW * (row + 1)) for row, name in enumerate(missing)],
@@ -268,17 +266,6 @@ def thinned(series: Series) -> Series:
         look=series.look,
         band=ranges if is_ranged else series.band[:: max(1, len(series.band) // MAX_POINTS)],
     )
-
-
-def _spoken(plot: Plot) -> str:
-    """The plot in one sentence, for those who hear it."""
-    facts = [
-        f"{each.label} from {figure(each.points[0][1], plot.unit)} to {figure(each.points[-1][1], plot.unit)}"
-        for each in plot.series
-        if each.points and each.look is not Look.FAINT
-    ]
-    facts += [plot.absent] if plot.absent else [f"missing: {name}" for name in plot.missing]
-    return f"{plot.title}. " + "; ".join(facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

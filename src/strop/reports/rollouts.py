@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ from strop.evaluation.metrics import kind_of
 from strop.evaluation.results import EvalFiles, read_eval
 from strop.reports.log import Metrics, RunLog, StageLog, finite
 from strop.run_directory import RunDirectory, iter_lines, read_json, read_lines
-from strop.types import RolloutKey, ScoredTrajectory, StopReason, Task, ToolCall, ToolOutcome, Trajectory, Turn
+from strop.types import RolloutKey, ScoredTrajectory, Task, ToolCall, Trajectory, Turn
 
 
 def find_tokenizer(run: RunDirectory, log: RunLog, stage: StageLog) -> Tokenizer | None:
@@ -70,8 +69,6 @@ EXAMPLES = 10  # of each kind of response, of an evaluation
 TEXT_BUDGET = 600_000  # characters of the whole page
 TOKEN_BUDGET = 30_000  # tokens of the whole page; about 35 bytes each
 
-Kind: TypeAlias = StopReason | ToolOutcome
-"""How a rollout or one of its calls ended."""
 _Played: TypeAlias = Mapping[RolloutKey, tuple[ScoredTrajectory, Mapping[str, Any]]]
 
 _SCORED = TypeAdapter(ScoredTrajectory)
@@ -111,10 +108,6 @@ class ShownRollout:
     @property
     def trajectory(self) -> Trajectory:
         return self.scored.trajectory
-
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        return frozenset({self.trajectory.stop_reason, *(call.outcome for call in self.trajectory.calls)})
 
     @property
     def name(self) -> str:
@@ -214,44 +207,28 @@ def read_rollouts(run: RunDirectory, log: RunLog) -> RolloutTable:
 
 
 def _choose_steps(run: RunDirectory, log: RunLog) -> list[ShownStep]:
-    """Choose the first, the last and some steps between of each stage, and of each step first groups whose rewards differ.
-
-    In addition, each stop reason and each outcome of a call appears at least once if a rollout of these steps has it.
-    """
+    """Choose the first, the last and some steps between of each stage, and examples of each evaluation."""
     chosen: list[ShownStep] = []
-    shown: set[Kind] = set()
     for stage in log.stages:
         if (evaluation := run.stage(stage.name).evaluation).exists():
             examples = _choose_examples(run, stage, read_eval(evaluation))
             chosen += [examples] if examples.groups else []
-        for step in _spread(_closed_steps(run, stage.name), STEPS_PER_STAGE):
-            chosen.append(_choose(run, stage, step, shown))
-            shown.update(*(rollout.kinds for rollout in chosen[-1].rollouts))
+        chosen += [_choose(run, stage, step) for step in _spread(_closed_steps(run, stage.name), STEPS_PER_STAGE)]
     return chosen
 
 
-def _choose(run: RunDirectory, stage: StageLog, step: int, shown: Collection[Kind]) -> ShownStep:
-    """Choose rollouts of one step. The page already has rollouts of the `shown` kinds."""
+def _choose(run: RunDirectory, stage: StageLog, step: int) -> ShownStep:
+    """Choose rollouts of the first groups of one step. Groups whose rewards differ come before the others."""
     selected: list[dict[str, Any]] = read_json(run.stage(stage.name).selection(step)).get("groups", [])
     lines = read_lines(run.stage(stage.name).rollouts(step))
     played = {scored.trajectory.key: (scored, line) for line in lines for scored in [_SCORED.validate_python(line["rollout"])]}
     found = [(group, _members(group["rollouts"], played, step)) for group in selected]
     # Of an old step a few groups have rollouts.
     mixed_first = sorted(found, key=lambda each: (not each[1], len({entry.get("reward") for entry in each[0]["rollouts"]}) < 2))
-    members = [rollouts for _, rollouts in mixed_first]
-    usual = [rollout for each in members[:GROUPS_PER_STEP] for rollout in _some_of_both(each)]
-    keys = {rollout.trajectory.key for rollout in usual}
-    seen = frozenset(shown).union(*(rollout.kinds for rollout in usual))
-    for rollout in chain.from_iterable(members):
-        if not rollout.kinds <= seen:
-            keys.add(rollout.trajectory.key)
-            seen |= rollout.kinds
     groups = []
-    for place, (group, rollouts) in enumerate(mixed_first):
-        wanted = sorted((each for each in rollouts if each.trajectory.key in keys), key=lambda each: each.lineage)
-        if wanted or place < GROUPS_PER_STEP:
-            task = _TASK.validate_python(group["task"])
-            groups.append(ShownGroup(task=task, entries=group["rollouts"], rollouts=tuple(wanted)))
+    for group, rollouts in mixed_first[:GROUPS_PER_STEP]:
+        wanted = sorted(_some_of_both(rollouts), key=lambda each: each.lineage)
+        groups.append(ShownGroup(task=_TASK.validate_python(group["task"]), entries=group["rollouts"], rollouts=tuple(wanted)))
     return ShownStep(stage=stage, step=step, num_groups=len(selected), groups=tuple(groups))
 
 

@@ -78,14 +78,10 @@ def make_trackers(
     Raises:
         UserError: one of them is not installed; the message names the extra.
     """
-    made: list[Tracker] = []
-    for kind in kinds:
-        match kind:
-            case "tensorboard":
-                made.append(TensorBoardTracker(run.path / "tensorboard"))
-            case "wandb":
-                made.append(WandbTracker(name, recipe, run.path / "wandb"))
-    return made
+    return [
+        TensorBoardTracker(run.path / kind) if kind == "tensorboard" else WandbTracker(name, recipe, run.path / kind)
+        for kind in kinds
+    ]
 
 
 def _not_installed(extra: str) -> UserError:
