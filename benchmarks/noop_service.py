@@ -11,9 +11,8 @@ import sys
 
 from strop.sandbox import CodeNode, IsolationLevel, RunRequest, RunResult, SandboxConfig, scripted_result
 from strop.sandbox.node_process import NodeProcess
-from strop.sandbox.server.config import ServeConfig
-from strop.sandbox.server.server import CodeServer, serve
-from strop.sandbox.supervisor.serve import Served, serve_node
+from strop.sandbox.server.server import CodeServer, ServeConfig, serve
+from strop.sandbox.supervisor.node import Served, serve_node
 
 _NUM_SLOTS = 4096
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from strop.sandbox import limits
+from strop.sandbox import protocol as limits
 from strop.sandbox.protocol import CodeService, RunRequest, SessionLimits
+from strop.sandbox.server.http import ROUTES
 from strop.sandbox.server.ndjson import ProblemKind
-from strop.sandbox.server.openapi import ROUTES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sandbox.md").read_text(encoding="utf-8")
 TOKEN = "correct horse battery"

@@ -50,7 +50,7 @@ async def supervisor_of(name: str) -> int:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 found[pid] = Path(f"/proc/{pid}/comm").read_text().strip(), Path(f"/proc/{pid}/cmdline").read_text()
         if any(comm == name for comm, _ in found.values()):
-            return next(pid for pid, (_, line) in found.items() if "strop.sandbox.supervisor.serve" in line)
+            return next(pid for pid, (_, line) in found.items() if "strop.sandbox.supervisor.node" in line)
         await asyncio.sleep(0.02)
     raise AssertionError("no program came to run")
 

@@ -13,10 +13,8 @@ from verify_support import in_order, is_running, judge, request_of
 from strop.errors import MachineError
 from strop.sandbox import verify_process
 from strop.sandbox.protocol import PairVerdict
-from strop.sandbox.supervisor import verification
 from strop.sandbox.supervisor.processes import Ended
-from strop.sandbox.supervisor.verification import VerifyChild
-from strop.sandbox.verify_process import ProcessVerifier
+from strop.sandbox.verify_process import ProcessVerifier, VerifyChild
 
 EQUAL, TIMEOUT, UNREADABLE, INTERNAL = PairVerdict.EQUAL, PairVerdict.TIMEOUT, PairVerdict.UNREADABLE, PairVerdict.INTERNAL
 RIGHT = ("p - q", "-q + p")
@@ -148,11 +146,11 @@ def judged_by(*children, num_pairs=2, pair_wall_s=0.005):
     async def run():
         request = request_of(*[RIGHT] * num_pairs, pair_wall_s=pair_wall_s)
         async with asyncio.timeout(10):
-            return await in_order(verification.verify(start_child, request))
+            return await in_order(verify_process.verify(start_child, request))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_START_S", 0.005)
-        patch.setattr(verification, "_GRACE_S", 0.001)
+        patch.setattr(verify_process, "_START_S", 0.005)
+        patch.setattr(verify_process, "_GRACE_S", 0.001)
         verdicts = asyncio.run(run())
     assert num_ended == num_started
     return verdicts, num_started
@@ -200,7 +198,7 @@ def test_children_that_cannot_be_started_are_our_fault():
         raise MachineError("no child today")
 
     async def run():
-        return await in_order(verification.verify(start_child, request_of(RIGHT, RIGHT)))
+        return await in_order(verify_process.verify(start_child, request_of(RIGHT, RIGHT)))
 
     with pytest.raises(MachineError, match="no child today"):
         asyncio.run(run())

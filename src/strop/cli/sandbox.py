@@ -174,20 +174,19 @@ def _packages() -> dict[str, str]:
 @app.command()
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; without a token only this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8517,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 for any free port.")] = 8517,
     token_file: TokenFile = None,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     level: Level = None,
     max_running: MaxRunning = None,
     warm: Warm = "bare,numpy,full,verify",
-    grace_s: Annotated[float, typer.Option(help="Seconds after SIGTERM for running calls.")] = 30.0,
+    grace_s: Annotated[float, typer.Option(min=0, help="Seconds after SIGTERM for running calls.")] = 30.0,
 ) -> None:
     """Offer the code service over HTTP until SIGTERM. /openapi.json describes its routes; /metrics is for Prometheus."""
     from strop.config import validate
-    from strop.sandbox.server.config import ServeConfig
 
     try:
-        from strop.sandbox.server.server import CodeServer
+        from strop.sandbox.server.server import CodeServer, ServeConfig
         from strop.sandbox.server.server import serve as serve_http
     except ImportError as error:
         raise UserError(
@@ -196,18 +195,11 @@ def serve(
 
     _show_progress()
     token = _token(token_file)
-    settings = {
-        "host": host,
-        "port": port,
-        "token": token or "",
-        "node": {
-            "min_level": _lowest(min_level, level),
-            "level": level,
-            "warm": [name for name in warm.split(",") if name],
-        }
-        | ({} if max_running is None else {"max_running": max_running}),
-        "grace_s": grace_s,
-    }
+    keys = {"min_level": _lowest(min_level, level), "level": level, "warm": [name for name in warm.split(",") if name]}
+    node = validate(
+        SandboxConfig, keys if max_running is None else {**keys, "max_running": max_running}, place="strop sandbox serve"
+    )
+    config = ServeConfig(host=host, port=port, token=token or "", node=node, grace_s=grace_s)
 
     def announce(server: CodeServer) -> None:
         level = server.dispatcher.box.level
@@ -216,7 +208,7 @@ def serve(
             typer.echo("It asks for no token: every user of this machine may use it.")
         sys.stdout.flush()
 
-    asyncio.run(serve_http(validate(ServeConfig, settings, place="strop sandbox serve"), announce))
+    asyncio.run(serve_http(config, announce))
 
 
 def _show_progress() -> None:

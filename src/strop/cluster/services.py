@@ -28,8 +28,7 @@ class _Hosted:
 
     @classmethod
     async def open(cls, keys: Mapping[str, Any], address: str, token: str) -> Self:
-        from strop.sandbox.server.config import ServeConfig
-        from strop.sandbox.server.server import CodeServer
+        from strop.sandbox.server.server import CodeServer, ServeConfig
 
         async with contextlib.AsyncExitStack() as opening:
             served = ServeConfig(host=address, port=0, token=token, node=SandboxConfig(**keys), grace_s=0.0)

@@ -9,16 +9,15 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.limits import is_readable, require_verifiable, run_refusal, session_refusal
 from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.protocol import (
     AnswerPair,
+    AsyncContext,
     CodeNode,
     CodeService,
     IsolationLevel,
@@ -29,6 +28,10 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
     demand,
+    is_readable,
+    require_verifiable,
+    run_refusal,
+    session_refusal,
 )
 
 _log = logging.getLogger(__name__)
@@ -96,7 +99,7 @@ class _Session:
     lost_for: str = ""
 
 
-class LocalSandbox(CodeService):
+class LocalSandbox(AsyncContext, CodeService):
     """A `CodeService` on this machine; use as `async with`, or call `start` and `close`. Belongs to one event loop.
 
     The supervisor is a separate process, so that deadlines hold while this process is busy. It is restarted when it dies, and
@@ -134,15 +137,6 @@ class LocalSandbox(CodeService):
         self._is_closed = False
         self._keepers: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()  # that end by themselves, at the latest with the supervisor
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     @property
     def level(self) -> IsolationLevel:

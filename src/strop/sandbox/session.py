@@ -15,6 +15,7 @@ from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox, open_service
 from strop.sandbox.protocol import (
     AnswerPair,
+    AsyncContext,
     CodeService,
     IsolationLevel,
     PairVerdict,
@@ -27,7 +28,7 @@ from strop.sandbox.protocol import (
 _ResultT = TypeVar("_ResultT")
 
 
-class Session:
+class Session(AsyncContext):
     """A notebook: its state lasts from cell to cell, also after errors. Use as `async with`, or call `close`.
 
     async with await Session.open(service) as session:
@@ -59,14 +60,6 @@ class Session:
     async def close(self) -> None:
         """Safe to call twice."""
         await self._service.close_session(self.name)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 class Sandbox:

@@ -65,7 +65,7 @@ def parts_below(root: int) -> dict[Part, list[Process]]:
     """Of the service whose front is `root`. Programs are no part of it."""
     found: dict[Part, list[Process]] = {part: [] for part in Part}
     _note(found[Part.FRONT], root)
-    for supervisor in (child for child in children_of(root) if "strop.sandbox.supervisor.serve" in _command(child)):
+    for supervisor in (child for child in children_of(root) if "strop.sandbox.supervisor.node" in _command(child)):
         _note(found[Part.SUPERVISOR], supervisor)
         for outer in children_of(supervisor):
             if "main" in _command(outer):  # not the helper for copies of sessions

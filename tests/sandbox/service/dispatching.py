@@ -10,8 +10,7 @@ from services import Supply, echo
 from scripted_node import ScriptedNode
 from strop.sandbox import LocalSandbox
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
-from strop.sandbox.server.config import DispatchConfig
-from strop.sandbox.server.dispatcher import Dispatcher
+from strop.sandbox.server.dispatcher import DispatchConfig, Dispatcher
 
 
 def node(name: str = "n", *, slots: int = 4, latency_s: float = 0.0, fault_rate: float = 0.0) -> ScriptedNode:

@@ -8,10 +8,9 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from strop.sandbox.link import Link, NodeStatus
-from strop.sandbox.node_process import NodeProcess
+from strop.sandbox.node_process import Link, NodeProcess, NodeStatus
 from strop.sandbox.protocol import IsolationLevel
-from strop.sandbox.supervisor.serve import Served, serve_node
+from strop.sandbox.supervisor.node import Served, serve_node
 
 
 async def until(condition: Callable[[], bool], *, limit_s: float = 2.0) -> None:

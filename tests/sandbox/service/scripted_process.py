@@ -10,8 +10,7 @@ import sys
 
 from services import Supply, scripted
 
-from strop.sandbox.server.config import ServeConfig
-from strop.sandbox.server.server import serve
+from strop.sandbox.server.server import ServeConfig, serve
 
 
 async def main(port: str, grace_s: str, latency_s: str, slots: str) -> None:

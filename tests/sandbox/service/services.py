@@ -13,8 +13,8 @@ from scripted_node import ScriptedNode
 from strop.errors import MachineError
 from strop.sandbox import SandboxConfig
 from strop.sandbox.protocol import CodeNode, RunRequest
-from strop.sandbox.server.config import DispatchConfig, ServeConfig
-from strop.sandbox.server.server import CodeServer
+from strop.sandbox.server.dispatcher import DispatchConfig
+from strop.sandbox.server.server import CodeServer, ServeConfig
 
 
 def echo(request: RunRequest) -> str:

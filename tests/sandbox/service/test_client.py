@@ -20,7 +20,7 @@ from strop.sandbox.client import service as client_service
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import scripted_result
-from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.dispatcher import DispatchConfig
 
 TOKEN = "correct horse battery"
 

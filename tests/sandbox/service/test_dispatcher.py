@@ -15,7 +15,7 @@ from services import echo
 
 from strop.errors import MachineError, Overloaded, SessionLost
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
-from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.dispatcher import DispatchConfig
 
 
 def test_every_call_is_answered_once_while_supervisors_die() -> None:
@@ -111,7 +111,7 @@ def test_bytes_are_bounded_as_well_as_calls() -> None:
             tasks = [asyncio.create_task(front.run(RunRequest(code="#" * 200_000, seed=number))) for number in range(8)]
             outcomes = Counter(result.outcome for result in await asyncio.gather(*tasks))
             assert outcomes == {RunOutcome.STDOUT: 4, RunOutcome.OVERLOADED: 4}
-            assert (front.admission.held.num, front.admission.held.num_bytes, front.admission.num_clients) == (0, 0, 0)
+            assert (front.admission.held.num, front.admission.held.num_bytes, len(front.admission._by_client)) == (0, 0, 0)
 
     asyncio.run(play())
 

@@ -12,7 +12,7 @@ from services import echo
 from scripted_node import ScriptedNode
 from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
-from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.dispatcher import DispatchConfig
 
 
 def test_two_requests_with_one_id_are_one_call_also_later() -> None:

@@ -20,10 +20,10 @@ from services import scripted, serving
 
 from strop.errors import MachineError, StropError
 from strop.sandbox.client.client import SandboxClient
-from strop.sandbox.link import Link
+from strop.sandbox.node_process import Link
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import scripted_result
-from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.dispatcher import DispatchConfig
 from strop.sandbox.server.ndjson import LineSplitter, RunLine, TooLong, Unreadable, read_run_line
 
 slow_ok = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

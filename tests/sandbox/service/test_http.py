@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from services import answers_by_key, asking, echo, run_lines, scripted, serving
 
 from scripted_node import ScriptedNode
-from strop.sandbox import limits
+from strop.sandbox import protocol as limits
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits
 from strop.sandbox.server import run_stream
-from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.dispatcher import DispatchConfig
 from strop.sandbox.server.ndjson import TooLong
 
 TOKEN = "correct horse battery"

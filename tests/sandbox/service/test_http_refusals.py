@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pydantic import ValidationError
 from services import answers_by_key, asking, dead, run_lines, scripted, serving
 
+from strop.errors import UserError
 from strop.sandbox.server import http as http_front
-from strop.sandbox.server.config import DispatchConfig, ServeConfig
+from strop.sandbox.server.dispatcher import DispatchConfig
+from strop.sandbox.server.server import ServeConfig
 
 TOKEN = "correct horse battery"
 
@@ -130,5 +131,5 @@ def test_a_service_without_nodes_says_so_and_when_to_come_again() -> None:
 
 @pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"host": "::"}, {"token": "short"}])
 def test_a_service_that_others_could_reach_is_refused_without_a_good_token(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="token"):
-        ServeConfig.model_validate(settings)
+    with pytest.raises(UserError, match="token"):
+        ServeConfig(**settings)

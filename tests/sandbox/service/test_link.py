@@ -12,11 +12,10 @@ from links import linked, peer_of_node_process, until
 
 from scripted_node import ScriptedNode
 from strop.errors import MachineError, NodeGone, NodeLost, SessionLost, UserError
-from strop.sandbox.link import HEARTBEAT_S, Link
-from strop.sandbox.node_process import NodeProcess
+from strop.sandbox.node_process import HEARTBEAT_S, Link, NodeProcess
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import scripted_result
-from strop.sandbox.supervisor.serve import serve_node
+from strop.sandbox.supervisor.node import serve_node
 
 
 def echo(request: RunRequest) -> str:

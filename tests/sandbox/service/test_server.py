@@ -20,12 +20,10 @@ from test_client import free_port
 from strop.errors import MachineError, UserError
 from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.link import LogLine
 from strop.sandbox.local import open_service
-from strop.sandbox.node_process import spawn_node
+from strop.sandbox.node_process import LogLine, spawn_node
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest
-from strop.sandbox.server.config import ServeConfig
-from strop.sandbox.server.server import CodeServer
+from strop.sandbox.server.server import CodeServer, ServeConfig
 
 TOKEN = "correct horse battery"
 ANY_LEVEL = SandboxConfig(min_level=IsolationLevel.PROCESS, max_running=2, fork_servers=1)
@@ -150,7 +148,7 @@ def nodes_of(parent: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in parent.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command line any more
-            found += [child] if "strop.sandbox.supervisor.serve" in child.cmdline() else []
+            found += [child] if "strop.sandbox.supervisor.node" in child.cmdline() else []
     return found
 
 

@@ -8,8 +8,6 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
@@ -28,6 +26,7 @@ from strop.sandbox.client.service import (
 )
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import (
+    AsyncContext,
     CodeService,
     IsolationLevel,
     PairVerdict,
@@ -43,14 +42,12 @@ _MAX_LINE_BYTES = 65_536  # of a verdict
 _NUM_PAIRS = 32  # that a service compares in one slot
 _CELL_RETURN_S = 60.0  # the service caches an answer for twice as long; later a cell might run twice
 
-_RUN_LINE: TypeAdapter[RunLine] = TypeAdapter(RunLine)
 _VERIFY: TypeAdapter[VerifyRequest] = TypeAdapter(VerifyRequest)
 _VERDICT: TypeAdapter[VerdictLine | ErrorLine] = TypeAdapter(VerdictLine | ErrorLine)
 _LIMITS: TypeAdapter[SessionLimits] = TypeAdapter(SessionLimits)
-_SESSION: TypeAdapter[SessionReply] = TypeAdapter(SessionReply)
 
 
-class SandboxClient(CodeService):
+class SandboxClient(AsyncContext, CodeService):
     """Runs many calls at once. Belongs to the event loop that it is first used in.
 
     async with SandboxClient("http://127.0.0.1:8517", token=token) as service:
@@ -97,14 +94,6 @@ class SandboxClient(CodeService):
         self._waiting: list[asyncio.Future[None]] = []  # calls that wait for a stream
         self._closed: MachineError | None = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     async def run(self, request: RunRequest) -> RunResult:
         """See `CodeService`. Raises `UserError` for a wrong address or token, `SessionLost` for a cell without its session."""
         if not isinstance(request, RunRequest):
@@ -116,7 +105,7 @@ class SandboxClient(CodeService):
         if not request.id:
             request = replace(request, id=f"{self._client}-{key}")
         try:
-            line = _RUN_LINE.dump_json(RunLine(key=key, request=request)) + b"\n"
+            line = RunLine(key=key, request=request).line()
         except PydanticSerializationError:
             reason = "the request holds a lone surrogate, which has no encoding"
             return RunResult.not_run(RunOutcome.REJECTED, reason, level=IsolationLevel.PROCESS)
@@ -230,8 +219,7 @@ class SandboxClient(CodeService):
                 return home
             if home is None and not self._untried and (open_ones := [each for each in self._services if each.has_stream]):
                 return self._best(open_ones)
-            if home is not None and self._are_several and home.lost_s > SILENCE_S:
-                raise SessionLost(f"the session is lost with the code service at {home.url}")
+            self._require_home(home)
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             await turn
@@ -330,8 +318,7 @@ class SandboxClient(CodeService):
                 reply = await service.ask(method, path, body)
             except (Overloaded, *CONNECTION_ERRORS) as error:
                 await self._after(service, error, started_at=started_at, has_home=home is not None)
-                if home is not None and self._are_several and home.lost_s > SILENCE_S:
-                    raise SessionLost(f"the session is lost with the code service at {home.url}") from error
+                self._require_home(home)
             else:
                 service.note_works()
                 return service, reply
@@ -339,7 +326,7 @@ class SandboxClient(CodeService):
     # Sessions
 
     def _add_session(self, service: Service, reply: bytes) -> str:
-        session = _SESSION.validate_json(reply).session
+        session = SessionReply.model_validate_json(reply).session
         self._homes[session] = service
         service.num_sessions += 1
         return session
@@ -350,6 +337,11 @@ class SandboxClient(CodeService):
         if self._are_several:
             raise SessionLost(f"session {session!r} is lost, was closed, or was not opened by this client")
         return self._services[0]  # of another client, perhaps
+
+    def _require_home(self, home: Service | None) -> None:
+        """Raise `SessionLost` for the service of a session that is lost, if there are others. The only one may come back."""
+        if home is not None and self._are_several and home.lost_s > SILENCE_S:
+            raise SessionLost(f"the session is lost with the code service at {home.url}")
 
     def _forget(self, session: str) -> None:
         if (home := self._homes.pop(session, None)) is not None:

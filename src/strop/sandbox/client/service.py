@@ -58,8 +58,6 @@ _MAX_LINE_BYTES = 256 << 20  # of an answer
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 _REPLY: TypeAdapter[ErrorReply | Health] = TypeAdapter(ErrorReply | Health)
-_HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
-_CANCEL: TypeAdapter[CancelRequest] = TypeAdapter(CancelRequest)
 _ANSWER: TypeAdapter[ResultLine | StartLine | ErrorLine] = TypeAdapter(
     Annotated[ResultLine | StartLine | ErrorLine, Field(union_mode="left_to_right")]  # most are results
 )
@@ -159,7 +157,7 @@ class Service:
     async def health(self) -> Health:
         """Ask whether it works, and how many slots it has; raises as `request` does."""
         try:
-            health = _HEALTH.validate_json(await self.ask("GET", "/v1/health", limit_s=_CONNECT_S))
+            health = Health.model_validate_json(await self.ask("GET", "/v1/health", limit_s=_CONNECT_S))
         except ValidationError as error:
             raise UserError(f"no code service of this version answers at {self.url}: its health is something else.") from error
         self.num_slots = max(1, sum(node.num_slots for node in health.nodes))
@@ -311,7 +309,7 @@ class Service:
             return
         try:
             async with asyncio.timeout(_CANCEL_S):
-                await self.ask("POST", "/v1/cancel", _CANCEL.dump_json(CancelRequest(ids=tuple(ids))))
+                await self.ask("POST", "/v1/cancel", CancelRequest(ids=tuple(ids)).line())
         except (StropError, *CONNECTION_ERRORS) as error:
             _log.debug("%d calls could not be cancelled; they end with their limits: %s", len(ids), error)
 

@@ -24,10 +24,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from . import kernel, wire
-from .confine import WAKE
 
 if TYPE_CHECKING:
     from .cells import Line
+
+
+import socket
+
+from . import confine
 
 _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x00200000, 0x01000000
 _PR_GET_TID_ADDRESS = 40
@@ -100,10 +104,10 @@ def _settle(line: Line, own_line: int, own_output: int, open_line: Callable[[int
     line.close()
     for source, target in ((nothing, 0), (own_output, 1), (own_output, 2)):
         os.dup2(source, target)
-    os.dup2(own_line, WAKE, inheritable=False)
+    os.dup2(own_line, confine.WAKE, inheritable=False)
     for descriptor in (nothing, own_output, own_line):
         os.close(descriptor)
-    line = open_line(WAKE)
+    line = open_line(confine.WAKE)
     line.send(wire.LINE_BORN)
     line.receive()  # the supervisor has mounted the new /tmp
     try:
@@ -162,3 +166,37 @@ def _clear(path: str) -> None:
                     os.unlink(entry.path)
             except OSError:
                 continue
+
+
+def main() -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[2]))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, wire.NAMESPACE_STEP.size, 2)
+        if not message:
+            return
+        step, pid, owner, max_processes, inner_uid = wire.NAMESPACE_STEP.unpack(message)
+        if (child := os.fork()) == 0:
+            answer = b""
+            try:
+                if os.geteuid() != owner:  # the owner of a user namespace has every right in it
+                    kernel.become(owner)
+                kernel.check(kernel.libc.setns(descriptors[0], kernel.CLONE_NEWUSER), "join the user namespace of a session")
+                if step == wire.STEP_PREPARE:
+                    for file in ("uid_map", "gid_map"):
+                        kernel.write(f"/proc/{pid}/{file}", f"{inner_uid} {inner_uid} 1")
+                    of_copy = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS
+                    kernel.check(kernel.libc.setns(descriptors[1], of_copy), "join the namespaces of a copy")
+                    confine.mount_tmp()
+                hard = resource.prlimit(pid, resource.RLIMIT_NPROC)[1]
+                soft = max_processes if hard == resource.RLIM_INFINITY else min(max_processes, hard)
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
+            except OSError as error:
+                answer = str(error).encode()
+            finally:
+                control.send(answer or wire.STEP_DONE)
+                os._exit(0)
+        os.waitpid(child, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)

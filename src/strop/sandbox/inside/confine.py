@@ -1,7 +1,8 @@
-"""Confines a child step by step, at each level, and sets the limits of its work."""
+"""Builds the root that programs see, confines a child step by step, at each level, and sets the limits of its work."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -9,7 +10,7 @@ import signal
 import sys
 from typing import TextIO
 
-from . import filesystem, kernel, landlock, program, seccomp
+from . import kernel, landlock, program, seccomp
 from .wire import MAX_FAMILY_PROCESSES, WORK_DIRECTORY
 
 UNPRIVILEGED_UID = 1_000_000  # on the host, if started by root: the kernel does not enforce RLIMIT_NPROC for uid 0
@@ -17,6 +18,65 @@ INNER_UID = 1_000  # what a program sees
 NICENESS = 10  # the supervisor has priority
 EXCHANGE, WAKE = 3, 4
 _SCOPED_ABI = 6  # first version of Landlock that keeps signals inside
+_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
+_TMP_OPTIONS = b"size=64m,nr_inodes=4096,mode=0777"
+
+
+def build_root(paths: list[str]) -> None:
+    """Replace the root of the host by one with `paths` and the devices. Needs a new mount namespace."""
+    sources = {path: os.path.realpath(path) for path in [*paths, *_DEVICES]}  # links point elsewhere after the root has moved
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
+    for name in ("/tmp/old", "/tmp/new"):
+        os.mkdir(name)
+    kernel.mount("/tmp/new", "/tmp/new", "", kernel.MS_BIND)
+    kernel.pivot_root("/tmp", "/tmp/old")
+    os.chdir("/")
+    for path, source in sources.items():
+        _show(path, source)
+    os.mkdir("/new/tmp")
+    os.symlink("/tmp/shm", "/new/dev/shm")
+    kernel.pivot_root("/new", "/new/tmp")
+    os.chdir("/")
+    kernel.check(kernel.libc.umount2(b"/tmp", kernel.MNT_DETACH), "umount the host's root")
+    flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", "/", "", flags)
+
+
+def mount_tmp() -> None:
+    """Mount an empty /tmp with limits of bytes and files. Needs a new mount namespace."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.check(kernel.libc.mount(b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(flags), _TMP_OPTIONS), "mount /tmp")
+
+
+def make_work_directory() -> None:
+    os.umask(0)
+    for path in (WORK_DIRECTORY, "/tmp/shm"):
+        os.mkdir(path, 0o777)
+    os.umask(0o022)
+
+
+def place_inside(path: str) -> str:
+    """Where a program finds the `path` of the host: /tmp is private, so what lies below it is shown elsewhere."""
+    return f"/moved{path}" if path.startswith("/tmp/") else path
+
+
+def _show(path: str, source: str) -> None:
+    """Mount `source` of the host at `path`. Links to system directories stay links."""
+    link, source, target = f"/old{path}", f"/old{source}", f"/new{place_inside(path)}"
+    if source.startswith("/old/usr/") and os.path.islink(link):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(source.removeprefix("/old"), target)
+        return
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    elif os.path.exists(source):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    else:
+        return
+    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.show_read_only(target, allows_devices=path.startswith("/dev/"))
 
 
 class Confinement:
@@ -115,8 +175,8 @@ class Confinement:
     def _enter_namespaces(self, *, allows_more: bool) -> None:
         more = kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS if self.level == "strict" else 0
         kernel.check(kernel.libc.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | more), "unshare mount and ipc namespaces")
-        filesystem.mount_tmp()
-        filesystem.make_work_directory()
+        mount_tmp()
+        make_work_directory()
         if self.is_root:
             # One uid for each call: the kernel counts some resources per user, such as pages in pipes.
             uid = UNPRIVILEGED_UID + int(os.readlink("self", dir_fd=self.proc))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import _sitebuiltins
 import builtins
+import contextlib
+import ctypes
 import functools
+import importlib
 import json
+import linecache
 import mmap
 import os
 import random
@@ -15,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import cells, confine, filesystem, forkserver, kernel, profiles, program, seccomp, verify
+from . import cells, confine, forkserver, kernel, program, seccomp, verify
 from .wire import JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECORD_SETUP, REPORT, SESSION_MARK, STAMP, WORK
 
 
@@ -51,7 +55,7 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
     # What `site` adds; it does not run here.
     builtins.exit, builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D"), _sitebuiltins.Quitter("quit", "Ctrl-D")
     is_namespaced, is_root, pid_namespace = level in ("strict", "namespaces"), os.geteuid() == 0, -1
-    place = filesystem.place_inside if is_namespaced else str
+    place = confine.place_inside if is_namespaced else str
     sys.path[:] = [place(path) for path in [*sys.path, *libraries]]
     for name in ("executable", "_base_executable", "prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
         setattr(sys, name, place(getattr(sys, name)))
@@ -67,12 +71,12 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
             os._exit(0)
         _die_with(outer, lambda: _parent_on_host(proc))
         os.setsid()
-        filesystem.build_root(settings["shown"])
+        confine.build_root(settings["shown"])
         pid_namespace = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     else:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # adopts what a program leaves, to kill and reap it
-    profiles.load(settings["profile"], settings["modules"])
-    profiles.collapse(proc)
+    load_profile(settings["profile"], settings["modules"])
+    collapse(proc)
     if not is_namespaced:
         # From here on it notices the end of its supervisor, and kills what programs left.
         kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)
@@ -154,3 +158,66 @@ def fix_addresses() -> None:
         return
     if kernel.libc.personality(current | kernel.ADDR_NO_RANDOMIZE) >= 0:
         os.execv(sys.executable, sys.orig_argv)
+
+
+_STANDARD = """
+math cmath itertools functools collections collections.abc fractions decimal random re string heapq bisect statistics datetime
+operator copy typing json io time
+"""
+_NUMPY = _STANDARD + "numpy numpy.linalg numpy.random numpy.fft numpy.polynomial"
+_FULL = (
+    _NUMPY
+    + """
+mpmath sympy sympy.abc sympy.solvers sympy.ntheory sympy.combinatorics sympy.geometry sympy.stats
+scipy.special scipy.optimize scipy.integrate scipy.linalg scipy.stats scipy.sparse
+"""
+)
+MODULES = {"bare": _STANDARD, "numpy": _NUMPY, "full": _FULL, "verify": ""}
+
+_PRIMING = {
+    "bare": "print(sum(n * n for n in range(9)))",
+    "numpy": "import numpy as np\nprint(np.linalg.det(np.arange(9.0).reshape(3, 3) + np.eye(3)), np.arange(5).sum())",
+    "full": """
+import numpy as np, sympy as sp
+x, y = sp.symbols("x y")
+str(sp.solve(x**2 - 5*x + 6, x)), str(sp.solve([x + y - 3, x - y - 1], [x, y]))
+str(sp.simplify(sp.sin(x)**2 + sp.cos(x)**2)), str(sp.integrate(x**2 * sp.exp(x), x)), str(sp.factor(x**3 - 1))
+sp.factorint(360), str(sp.expand((x + 1)**5)), sp.latex(x**2 / 3), str(sp.limit(sp.sin(x) / x, x, 0))
+str(sp.diff(sp.log(x) * sp.sqrt(x), x)), str(sp.Rational(1, 3) + sp.sqrt(2)), sp.N(sp.pi, 30)
+np.linalg.eigvals(np.eye(3) + 1)
+""",
+}
+
+
+def load_profile(profile: str, extra: list[str]) -> None:
+    """Import the installed modules of `profile`, and `extra`, and run some of their code.
+
+    Raises:
+        ImportError: a module of `extra` is missing.
+    """
+    if profile == "verify":
+        verify.prime()
+    for name in MODULES[profile].split():
+        with contextlib.suppress(ImportError):  # scipy is optional
+            importlib.import_module(name)
+    for name in extra:
+        importlib.import_module(name)
+    if code := _PRIMING.get(profile):
+        with contextlib.suppress(ImportError), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            exec(compile(code, "<code>", "exec"), {})
+    try:
+        exec(compile("1 / 0", "<code>", "exec"), {})
+    except ZeroDivisionError as error:
+        program.format_error(error)
+    linecache.clearcache()
+
+
+def collapse(proc: int) -> None:
+    """Ask for huge pages under the heap: a fork then copies one entry instead of 512. Failure does not matter."""
+    with open(os.open("self/maps", os.O_RDONLY, dir_fd=proc)) as maps:
+        for line in maps.read().splitlines():
+            place, rights, *rest = line.split(maxsplit=5)
+            is_anonymous = len(rest) < 4 or rest[3] == "[heap]"
+            start, end = (int(part, 16) for part in place.split("-"))
+            if is_anonymous and rights.startswith("rw") and end - start >= 2 << 20:
+                kernel.libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), kernel.MADV_COLLAPSE)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from strop.errors import MachineError, NoNodes, Overloaded, SessionLost
-from strop.sandbox.limits import require_verifiable, run_refusal
 from strop.sandbox.local import NUM_PAIRS, LocalSandbox
 from strop.sandbox.protocol import (
+    AsyncContext,
     CodeRunner,
     CodeService,
     PairVerdict,
@@ -29,13 +27,28 @@ from strop.sandbox.protocol import (
     RunResult,
     SessionLimits,
     VerifyRequest,
+    require_verifiable,
+    run_refusal,
 )
-from strop.sandbox.server.config import DispatchConfig
 from strop.sandbox.server.metrics import Tally
 
 _log = logging.getLogger(__name__)
 
 _CALL_BYTES = 1024  # memory of this process for a waiting call, beyond its texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchConfig:
+    """Limits of the queue. Held work is accepted and not answered yet: it waits or runs. Beyond a limit: `overloaded`."""
+
+    max_held: int = 250_000  # calls
+    max_held_bytes: int = 1 << 30
+    client_share: float = 0.75  # of both, that one client may use
+    no_node_s: float = 10.0  # that a call waits without a supervisor
+    linger_s: float = 5.0  # that a call with an id outlives a lost connection
+    keep_s: float = 120.0  # that the answer of a call with an id is cached
+    max_kept_bytes: int = 64 << 20  # of cached answers
+
 
 OnStart = Callable[[], None]
 _Key = tuple[str, str]  # client and id
@@ -59,32 +72,19 @@ class Admission:
     def __init__(self, config: DispatchConfig) -> None:
         self._config = config
         self.held = Held()
-        self._refusal = ""
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self._by_client: defaultdict[str, Held] = defaultdict(Held)
-
-    @property
-    def num_clients(self) -> int:
-        return len(self._by_client)
-
-    def stop(self, reason: str) -> None:
-        """Admit nothing from now on."""
-        self._refusal = reason
+        self._by_client: dict[str, Held] = {}
 
     def admit(self, client: str, num_bytes: int, *, num: int = 1) -> str:
         """Count the work and return "", or return why it is refused."""
-        share = self._config.client_share
-        own = self._by_client[client]
-        refusal = (
-            self._refusal
-            or self._over(self.held, num, num_bytes, who="the service", share=1.0)
-            or self._over(own, num, num_bytes, who="this client", share=share)
-        )
-        if refusal:
-            if not own.num:
-                del self._by_client[client]
-            return refusal
+        own = self._by_client.get(client) or Held()
+        for who, held, share in (("the service", self.held, 1.0), ("this client", own, self._config.client_share)):
+            if held.num + num > (most := share * self._config.max_held):
+                return f"{who} has {held.num} calls in the queue, the limit is {most:.0f}"
+            if held.num_bytes + num_bytes > (most := share * self._config.max_held_bytes):
+                return f"{who} has {held.num_bytes} bytes of calls in the queue, the limit is {most:.0f}"
+        self._by_client[client] = own
         self.held.add(num, num_bytes)
         own.add(num, num_bytes)
         self._is_empty.clear()
@@ -102,13 +102,6 @@ class Admission:
     async def wait_empty(self) -> None:
         """Return when nothing is held."""
         await self._is_empty.wait()
-
-    def _over(self, held: Held, num: int, num_bytes: int, *, who: str, share: float) -> str:
-        if held.num + num > (most := share * self._config.max_held):
-            return f"{who} has {held.num} calls in the queue, the limit is {most:.0f}"
-        if held.num_bytes + num_bytes > (most := share * self._config.max_held_bytes):
-            return f"{who} has {held.num_bytes} bytes of calls in the queue, the limit is {most:.0f}"
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +172,7 @@ class _Call:
             callback()
 
 
-class Dispatcher(CodeService):
+class Dispatcher(AsyncContext, CodeService):
     """Admits calls, joins those of one id, and answers each request once. Belongs to the running event loop.
 
     A call that cannot be done is answered `overloaded` or `internal`; `run` raises only `SessionLost`, for a cell, `NoNodes`
@@ -201,14 +194,6 @@ class Dispatcher(CodeService):
         self._refusal = ""  # why nothing is admitted any more
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def run(self, request: RunRequest, *, client: str = "") -> RunResult:
         return await self.submit(request, client=client)
@@ -240,7 +225,7 @@ class Dispatcher(CodeService):
             return self._answer_at_once(answer, RunOutcome.REJECTED, refusal)
         if call is None:
             call = _Call(request, client)
-            if refusal := self.admission.admit(client, call.num_bytes):
+            if refusal := self._refusal or self.admission.admit(client, call.num_bytes):
                 return self._answer_at_once(answer, RunOutcome.OVERLOADED, refusal)
             self._begin(call)
         else:
@@ -302,12 +287,8 @@ class Dispatcher(CodeService):
     async def finish(self, *, grace_s: float) -> None:
         """Refuse new calls, and return once every accepted call is answered, or after `grace_s`."""
         self._refusal = "the service is shutting down"
-        self.admission.stop(self._refusal)
-        try:
-            async with asyncio.timeout(grace_s):
-                await self.admission.wait_empty()
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.admission.wait_empty(), grace_s)
 
     async def close(self) -> None:
         """Close the sandbox, which answers every call that is left."""
@@ -380,7 +361,6 @@ class Dispatcher(CodeService):
         if error is None:
             return task.result()
         if isinstance(error, SessionLost | NoNodes):
-            self.tally.num_without_node += isinstance(error, NoNodes)
             return error
         if not isinstance(error, MachineError):
             _log.error("unexpected error in a call", exc_info=error)

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -14,76 +14,72 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import TypeAdapter, ValidationError
 
 from strop.errors import StropError, UserError
-from strop.sandbox import limits
+from strop.sandbox import protocol
 from strop.sandbox.code_tests import CodeTestReport, run_tests
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits, VerifyRequest
-from strop.sandbox.server.config import ServeConfig
 from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.metrics import exposition
 from strop.sandbox.server.ndjson import (
     CLIENT_HEADER,
+    PROBLEMS,
     STARTS_HEADER,
     CancelReply,
     CancelRequest,
+    ErrorLine,
     ErrorReply,
     Health,
     NodeHealth,
-    Problem,
     ProblemKind,
+    ResultLine,
+    RunLine,
     SessionReply,
+    StartLine,
     TestsRequest,
+    VerdictLine,
     explain,
     kind_of,
+    problem_of,
     write_error_line,
 )
-from strop.sandbox.server.openapi import description
+from strop.sandbox.server.openapi import Route, description
 from strop.sandbox.server.run_stream import RunStream, start_lines, write_verdicts
 
 MAX_BODY_BYTES = 32 << 20  # except of a stream of runs
 _READ_S = 60.0  # for a body that is read whole
 _MAX_BYTES_IN_JSON = 6  # of one byte of text, when it is escaped
-_OPEN_TO_ALL = ("/v1/health", "/openapi.json")
-_STATUS = {
-    ProblemKind.INVALID: 400,
-    ProblemKind.UNAUTHORIZED: 401,
-    ProblemKind.NOT_FOUND: 404,
-    ProblemKind.METHOD_NOT_ALLOWED: 405,
-    ProblemKind.SESSION_LOST: 410,
-    ProblemKind.TOO_LARGE: 413,
-    ProblemKind.INTERNAL: 500,
-    ProblemKind.OVERLOADED: 503,
-    ProblemKind.NO_NODES: 503,
-}
 _RETRY_AFTER_S = {ProblemKind.OVERLOADED: 1, ProblemKind.NO_NODES: 5}
-_BodyT = TypeVar("_BodyT")
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_HandlerT = TypeVar("_HandlerT", bound=Callable[..., Awaitable[object]])
+
+ROUTES: list[Route] = []
+
+
+def _route(method: str, path: str, body: type | None = None, *replies: type, **more: bool) -> Callable[[_HandlerT], _HandlerT]:
+    """Add the method below to the routes. It gets the request, and the body unless that is a stream; see `Route`."""
+
+    def add(handler: _HandlerT) -> _HandlerT:
+        ROUTES.append(Route(method=method, path=path, handler=handler, body=body, replies=replies, **more))
+        return handler
+
+    return add
 
 
 class HttpFront:
-    """The routes of one dispatcher. `app` is what a server runs; `openapi.ROUTES` describes the same routes."""
+    """The routes of one dispatcher. `app` is what a server runs. The docstring of a handler is the description of its route.
 
-    def __init__(self, dispatcher: Dispatcher, config: ServeConfig) -> None:
+    Args:
+        token: that requests must carry; empty for none.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, token: str) -> None:
         self._dispatcher = dispatcher
-        self._config = config
+        self._token = token
         self._streams: set[RunStream] = set()
         self._is_stopping = False
-        self._max_line_bytes = _MAX_BYTES_IN_JSON * (limits.MAX_CODE_BYTES + limits.MAX_STDIN_BYTES) + 65_536
+        self._max_line_bytes = _MAX_BYTES_IN_JSON * (protocol.MAX_CODE_BYTES + protocol.MAX_STDIN_BYTES) + 65_536
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
-        self.app.add_routes(
-            [
-                web.post("/v1/run", self._run),
-                web.post("/v1/runs", self._runs),
-                web.post("/v1/cancel", self._cancel),
-                web.post("/v1/verify", self._verify),
-                web.post("/v1/tests", self._tests),
-                web.post("/v1/sessions", self._open_session),
-                web.post("/v1/sessions/{session}/fork", self._fork_session),
-                web.delete("/v1/sessions/{session}", self._close_session),
-                web.get("/v1/health", self._health),
-                web.get("/metrics", self._metrics),
-                web.get("/openapi.json", self._openapi),
-            ]
-        )
+        for route in ROUTES:
+            add = self.app.router.add_get if route.method == "GET" else partial(self.app.router.add_route, route.method)
+            add(route.path, partial(self._answer, route))
 
     def stop(self) -> None:
         """End every stream after its last open call, and say so in health."""
@@ -91,13 +87,25 @@ class HttpFront:
         for stream in self._streams:
             stream.stop()
 
-    # Routes
+    @_route("POST", "/v1/run", RunRequest, RunResult)
+    async def _run(self, request: web.Request, call: RunRequest) -> RunResult:
+        """Run one program.
 
-    async def _run(self, request: web.Request) -> web.StreamResponse:
-        call = await self._body(request, RunRequest)
-        return _json(RunResult, await self._dispatcher.run(call, client=_client_of(request)))
+        The status is 200 for every outcome, also `rejected` and `overloaded`. A request that names a session is a cell of it.
+        When the connection is lost the program is ended; one with an `id` waits a little for the same request to come again,
+        and both are one call.
+        """
+        return await self._dispatcher.run(call, client=_client_of(request))
 
+    @_route("POST", "/v1/runs", RunLine, ResultLine, ErrorLine, StartLine)
     async def _runs(self, request: web.Request) -> web.StreamResponse:
+        """Run many programs.
+
+        Each line is a call and starts as it arrives. Each answer is a line with the key of its call and leaves at once, in any
+        order. Body and reply stream at the same time, so one request can serve a client for long. An empty line in the reply
+        only says that the service is alive. A line that is no call is answered `rejected` and affects no other. With the header
+        `X-Strop-Starts`, a line also reports each call that a slot has taken and not answered soon.
+        """
         stream = RunStream(
             self._dispatcher,
             _client_of(request),
@@ -117,21 +125,27 @@ class HttpFront:
         await response.write_eof()
         return response
 
-    async def _cancel(self, request: web.Request) -> web.StreamResponse:
-        cancel = await self._body(request, CancelRequest)
-        num = sum(self._dispatcher.cancel(call_id, client=_client_of(request)) for call_id in cancel.ids)
-        return _json(CancelReply, CancelReply(num_cancelled=num))
+    @_route("POST", "/v1/cancel", CancelRequest, CancelReply)
+    async def _cancel(self, request: web.Request, asked: CancelRequest) -> CancelReply:
+        """End calls by their ids."""
+        num = sum(self._dispatcher.cancel(call_id, client=_client_of(request)) for call_id in asked.ids)
+        return CancelReply(num_cancelled=num)
 
-    async def _verify(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._body(request, VerifyRequest)
+    @_route("POST", "/v1/verify", VerifyRequest, VerdictLine, ErrorLine)
+    async def _verify(self, request: web.Request, asked: VerifyRequest) -> web.StreamResponse:
+        """Compare mathematical answers.
+
+        Verdicts are lines, in any order, each once. A last line with an `error` means that the rest is lost.
+        """
         async with aclosing(self._dispatcher.verify(asked, client=_client_of(request))) as verdicts:
             return await write_verdicts(request, verdicts)
 
-    async def _tests(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._body(request, TestsRequest)
-        if len(asked.tests) > limits.MAX_CASES:
-            raise UserError(f"the request has {len(asked.tests)} tests, the limit is {limits.MAX_CASES}.")
-        report = await run_tests(
+    @_route("POST", "/v1/tests", TestsRequest, CodeTestReport)
+    async def _tests(self, request: web.Request, asked: TestsRequest) -> CodeTestReport:
+        """Run a program against tests of its output."""
+        if len(asked.tests) > protocol.MAX_CASES:
+            raise UserError(f"the request has {len(asked.tests)} tests, the limit is {protocol.MAX_CASES}.")
+        return await run_tests(
             self._dispatcher.of_client(_client_of(request)),
             asked.code,
             asked.tests,
@@ -139,23 +153,30 @@ class HttpFront:
             memory_mib=asked.memory_mib,
             stop_at_first_failure=asked.stop_at_first_failure,
         )
-        return _json(CodeTestReport, report)
 
-    async def _open_session(self, request: web.Request) -> web.StreamResponse:
-        limits = await self._body(request, SessionLimits, default=SessionLimits())
-        session = await self._dispatcher.open_session(limits, client=_client_of(request))
-        return _json(SessionReply, SessionReply(session=session))
+    @_route("POST", "/v1/sessions", SessionLimits, SessionReply, may_be_empty=True)
+    async def _open_session(self, request: web.Request, asked: SessionLimits) -> SessionReply:
+        """Open a session. An empty body stands for the default limits."""
+        return SessionReply(session=await self._dispatcher.open_session(asked, client=_client_of(request)))
 
-    async def _fork_session(self, request: web.Request) -> web.StreamResponse:
-        session = await self._dispatcher.fork_session(request.match_info["session"])
-        return _json(SessionReply, SessionReply(session=session))
+    @_route("POST", "/v1/sessions/{session}/fork", None, SessionReply)
+    async def _fork_session(self, request: web.Request) -> SessionReply:
+        """Copy a session, after the cells that were sent before."""
+        return SessionReply(session=await self._dispatcher.fork_session(request.match_info["session"]))
 
-    async def _close_session(self, request: web.Request) -> web.StreamResponse:
+    @_route("DELETE", "/v1/sessions/{session}", None, SessionReply)
+    async def _close_session(self, request: web.Request) -> SessionReply:
+        """Close a session; no error if it is gone."""
         session = request.match_info["session"]
         await self._dispatcher.close_session(session)
-        return _json(SessionReply, SessionReply(session=session))
+        return SessionReply(session=session)
 
+    @_route("GET", "/v1/health", None, Health, is_open=True)
     async def _health(self, request: web.Request) -> web.StreamResponse:
+        """Whether the service works.
+
+        503 with the same body when it does not. Details only with a token.
+        """
         box = self._dispatcher.box
         status = "stopping" if self._is_stopping else "ok" if box.node is not None else "no nodes"
         health = Health(status=status)
@@ -166,19 +187,32 @@ class HttpFront:
             )
             num_held = self._dispatcher.admission.held.num
             health = Health(status=status, num_held=num_held, num_sessions=box.num_sessions, nodes=nodes)
-        return _json(Health, health, status=200 if status == "ok" else 503)
+        return _json(health, status=200 if status == "ok" else 503)
 
+    @_route("GET", "/metrics")
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """Metrics for Prometheus."""
         return web.Response(text=exposition(self._dispatcher), headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(description())
+    @_route("GET", "/openapi.json", is_open=True)
+    async def _description(self, request: web.Request) -> web.StreamResponse:
+        """This description."""
+        return web.json_response(_description_of_all())
 
     # What all routes share
 
+    async def _answer(self, route: Route, request: web.Request) -> web.StreamResponse:
+        is_stream = route.body is RunLine
+        bodies = () if route.body is None or is_stream else (await _body(request, route.body, may_be_empty=route.may_be_empty),)
+        reply = await route.handler(self, request, *bodies)
+        return reply if isinstance(reply, web.StreamResponse) else _json(reply)
+
     @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if request.path not in _OPEN_TO_ALL and (why := self._why_unauthorized(request)):
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        is_open = any(route.is_open and route.path == request.path for route in ROUTES)
+        if not is_open and (why := self._why_unauthorized(request)):
             return _problem(ProblemKind.UNAUTHORIZED, why)
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             return _problem(ProblemKind.INVALID, f"Content-Encoding: {encoding[:64]} is not supported; send the body as it is")
@@ -200,34 +234,40 @@ class HttpFront:
 
     def _why_unauthorized(self, request: web.Request) -> str:
         """Empty for a request with the right token, or when the service has none."""
-        if not self._config.token:
+        if not self._token:
             return ""
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return "this service asks for a token: send 'Authorization: Bearer <token>'"
-        if not hmac.compare_digest(sent.strip().encode("utf-8", "surrogateescape"), self._config.token.encode()):
+        if not hmac.compare_digest(sent.strip().encode("utf-8", "surrogateescape"), self._token.encode()):
             return "the token in 'Authorization: Bearer <token>' is not the one that this service was started with"
         return ""
 
-    async def _body(self, request: web.Request, shape: type[_BodyT], *, default: _BodyT | None = None) -> _BodyT:
-        """Raises `UserError` for a body of another shape, and for an empty one if there is no default."""
-        try:
-            async with asyncio.timeout(_READ_S):
-                text = await request.read()
-        except TimeoutError as error:
-            raise UserError(f"the body did not arrive within {_READ_S:g} s.") from error
-        if not text:
-            if default is None:
-                raise UserError(f"the body is empty; it has to be a {shape.__name__} in JSON.")
-            return default
-        try:
-            body: _BodyT = _adapter(shape).validate_json(text, strict=True, extra="forbid")
-        except ValidationError as error:
-            raise UserError(f"the body is no {shape.__name__}: {explain(error)}.") from error
-        return body
-
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+@cache
+def _description_of_all() -> dict[str, Any]:
+    return description(ROUTES)
+
+
+async def _body(request: web.Request, shape: type, *, may_be_empty: bool) -> object:
+    """Raises `UserError` for a body of another shape, and for an empty one unless it may be empty."""
+    try:
+        async with asyncio.timeout(_READ_S):
+            text = await request.read()
+    except TimeoutError as error:
+        raise UserError(f"the body did not arrive within {_READ_S:g} s.") from error
+    if not text and may_be_empty:
+        return shape()
+    if not text:
+        raise UserError(f"the body is empty; it has to be a {shape.__name__} in JSON.")
+    try:
+        body: object = _adapter(shape).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise UserError(f"the body is no {shape.__name__}: {explain(error)}.") from error
+    return body
 
 
 def _client_of(request: web.Request) -> str:
@@ -235,13 +275,12 @@ def _client_of(request: web.Request) -> str:
     return request.headers.get(CLIENT_HEADER, "")[:128]
 
 
-def _json(shape: type[_BodyT], body: _BodyT, *, status: int = 200) -> web.Response:
-    return web.Response(body=_adapter(shape).dump_json(body), content_type="application/json", status=status)
+def _json(body: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=_adapter(type(body)).dump_json(body), content_type="application/json", status=status)
 
 
 def _problem(kind: ProblemKind, message: str, *, status: int | None = None) -> web.Response:
-    message = message.encode("utf-8", "backslashreplace").decode()
-    response = _json(ErrorReply, ErrorReply(error=Problem(kind=kind, message=message)), status=status or _STATUS[kind])
+    response = _json(ErrorReply(error=problem_of(kind, message)), status=status or PROBLEMS[kind][0])
     if kind in _RETRY_AFTER_S:
         response.headers["Retry-After"] = str(_RETRY_AFTER_S[kind])
     if kind is ProblemKind.UNAUTHORIZED:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
 
@@ -35,21 +35,15 @@ class Tally:
     outcomes: Counter[RunOutcome] = field(default_factory=Counter)
     verdicts: Counter[PairVerdict] = field(default_factory=Counter)
     queue_s: Histogram = field(default_factory=Histogram)
-    setup_s: Histogram = field(default_factory=Histogram)
     run_s: Histogram = field(default_factory=Histogram)
-    cpu_s: float = 0.0
     num_cancelled: int = 0
     num_rejoined: int = 0
-    num_without_node: int = 0
 
     def add(self, result: RunResult) -> None:
         self.outcomes[result.outcome] += 1
-        timings = result.timings
         if result.node:  # it ran
-            self.queue_s.add(timings.queue_s)
-            self.setup_s.add(timings.setup_s)
-            self.run_s.add(timings.run_s)
-            self.cpu_s += timings.cpu_s
+            self.queue_s.add(result.timings.queue_s)
+            self.run_s.add(result.timings.run_s)
 
 
 def exposition(dispatcher: Dispatcher) -> str:
@@ -58,47 +52,40 @@ def exposition(dispatcher: Dispatcher) -> str:
 
 
 def _lines(dispatcher: Dispatcher) -> Iterator[str]:
-    tally, admission, kept, box = dispatcher.tally, dispatcher.admission, dispatcher.kept, dispatcher.box
-    yield from _family("counter", "calls_total", "Runs by outcome.", {_label(outcome=o): tally.outcomes[o] for o in RunOutcome})
-    yield from _family(
-        "counter", "verdicts_total", "Pairs by verdict.", {_label(verdict=v): tally.verdicts[v] for v in PairVerdict}
-    )
+    tally, held, box = dispatcher.tally, dispatcher.admission.held, dispatcher.box
+    yield from _family("counter", "calls_total", "Runs by outcome.", _by_label("outcome", RunOutcome, tally.outcomes))
+    yield from _family("counter", "verdicts_total", "Pairs by verdict.", _by_label("verdict", PairVerdict, tally.verdicts))
     for name, text, num in (
         ("cancelled", "Runs that no client waited for any more.", tally.num_cancelled),
         ("retries", "Runs sent once more after a fault of the supervisor.", box.num_retries),
         ("rejoined", "Requests that found the running call or the cached answer of their id.", tally.num_rejoined),
-        ("without_node", "Runs that were refused because there was no supervisor.", tally.num_without_node),
         ("nodes_lost", "Supervisors that died.", box.num_nodes_lost),
         ("sessions_lost", "Sessions that ended without a request of their client.", box.num_sessions_lost),
-        ("program_cpu_seconds", "CPU time of all programs.", tally.cpu_s),
     ):
         yield from _family("counter", f"{name}_total", text, {"": num})
     yield from _histogram("queue_seconds", "From arrival to a slot.", tally.queue_s)
-    yield from _histogram("setup_seconds", "From the slot to the first instruction.", tally.setup_s)
     yield from _histogram("run_seconds", "From the first instruction to the end.", tally.run_s)
     for name, text, value in (
-        ("held", "Jobs that are accepted and not answered yet.", admission.held.num),
-        ("held_bytes", "Bytes of these jobs.", admission.held.num_bytes),
+        ("held", "Jobs that are accepted and not answered yet.", held.num),
+        ("held_bytes", "Bytes of these jobs.", held.num_bytes),
         ("queued", "Jobs that wait for a slot.", len(box.queue)),
-        ("clients", "Clients with jobs.", admission.num_clients),
         ("sessions", "Sessions that are open.", box.num_sessions),
-        ("kept_answers", "Answers that are cached for a client that may ask again.", len(kept)),
-        ("kept_bytes", "Bytes of these answers.", kept.num_bytes),
+        ("kept_bytes", "Bytes of answers that are cached for a client that may ask again.", dispatcher.kept.num_bytes),
+        ("node_slots", "Slots of the supervisor.", 0 if box.node is None else box.node.num_slots),
+        ("node_running", "Jobs of the supervisor.", box.num_running),
     ):
         yield from _family("gauge", name, text, {"": value})
-    slots, running = {}, {}
-    if box.node is not None:
-        label = _label(node=box.node.name, level=box.node.level)
-        slots[label], running[label] = box.node.num_slots, box.num_running
-    yield from _family("gauge", "node_slots", "Slots of the supervisor.", slots)
-    yield from _family("gauge", "node_running", "Jobs of the supervisor.", running)
 
 
-def _family(kind: str, name: str, text: str, samples: dict[str, int] | dict[str, float]) -> Iterator[str]:
+def _family(kind: str, name: str, text: str, samples: Mapping[str, float]) -> Iterator[str]:
     yield f"# HELP strop_sandbox_{name} {text}"
     yield f"# TYPE strop_sandbox_{name} {kind}"
     for label, value in samples.items():
         yield f"strop_sandbox_{name}{label} {value}"
+
+
+def _by_label(label: str, kinds: type[RunOutcome] | type[PairVerdict], counts: Mapping[Any, int]) -> dict[str, int]:
+    return {f'{{{label}="{kind}"}}': counts[kind] for kind in kinds}
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
@@ -106,11 +93,6 @@ def _histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
     total = 0
     for bound, count in zip((*map(str, _BUCKETS_S), "+Inf"), histogram.counts, strict=True):
         total += count
-        yield f"strop_sandbox_{name}_bucket{_label(le=bound)} {total}"
+        yield f'strop_sandbox_{name}_bucket{{le="{bound}"}} {total}'
     yield f"strop_sandbox_{name}_count {total}"
     yield f"strop_sandbox_{name}_sum {histogram.total_s}"
-
-
-def _label(**labels: str) -> str:
-    escaped = {name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in labels.items()}
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from strop.errors import MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
@@ -37,107 +37,103 @@ class ProblemKind(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"  # the header Allow lists the allowed ones
     TOO_LARGE = "too_large"
     SESSION_LOST = "session_lost"
+    NO_NODES = "no_nodes"  # try again, once there is a supervisor
     OVERLOADED = "overloaded"  # try again a little later
-    NO_NODES = "no_nodes"  # the same, once there is a supervisor
     INTERNAL = "internal"
 
 
-# An error has the first kind that fits.
-_ERRORS: dict[ProblemKind, type[StropError]] = {
-    ProblemKind.INVALID: UserError,
-    ProblemKind.SESSION_LOST: SessionLost,
-    ProblemKind.NO_NODES: NoNodes,
-    ProblemKind.OVERLOADED: Overloaded,
-    ProblemKind.INTERNAL: MachineError,
+PROBLEMS: dict[ProblemKind, tuple[int, type[StropError]]] = {
+    ProblemKind.INVALID: (400, UserError),
+    ProblemKind.UNAUTHORIZED: (401, UserError),
+    ProblemKind.NOT_FOUND: (404, UserError),
+    ProblemKind.METHOD_NOT_ALLOWED: (405, UserError),
+    ProblemKind.TOO_LARGE: (413, UserError),
+    ProblemKind.SESSION_LOST: (410, SessionLost),
+    ProblemKind.NO_NODES: (503, NoNodes),
+    ProblemKind.OVERLOADED: (503, Overloaded),
+    ProblemKind.INTERNAL: (500, MachineError),
 }
+"""The status and the exception of each kind. An exception has the first kind that fits."""
 
 
 def kind_of(error: StropError) -> ProblemKind:
-    return next((kind for kind, family in _ERRORS.items() if isinstance(error, family)), ProblemKind.INTERNAL)
+    return next((kind for kind, (_, family) in PROBLEMS.items() if isinstance(error, family)), ProblemKind.INTERNAL)
 
 
-class _Strict:
+class _Body(BaseModel):
     """Strict and closed: a misspelt limit is an error, not a limit that is silently missing. Nested objects obey it too."""
 
-    __slots__ = ()
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    def line(self) -> bytes:
+        """Raises `PydanticSerializationError` for a text with a lone surrogate."""
+        return self.__pydantic_serializer__.to_json(self) + b"\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(_Body):
     kind: ProblemKind
     message: str
 
     def exception(self) -> StropError:
-        return _ERRORS.get(self.kind, UserError)(self.message)
+        return PROBLEMS[self.kind][1](self.message)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorReply(_Strict):
+class ErrorReply(_Body):
     """The body of every response whose status is not 200."""
 
     error: Problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLine(_Strict):
+class RunLine(_Body):
     """One call of a stream. The client chooses the key and gets it back with the answer; put it first in the line."""
 
     key: Key
     request: RunRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultLine(_Strict):
+class ResultLine(_Body):
     """The result of one call. The key is null if it could not be read from the line of the call."""
 
     key: Key | None
     result: RunResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorLine(_Strict):
+class ErrorLine(_Body):
     """In place of a result: a cell whose session is lost, or a service that is closed or has no supervisor."""
 
     key: Key | None
     error: Problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartLine(_Strict):
+class StartLine(_Body):
     """The supervisor has taken the call. Sent only to clients that ask for it, and not if the answer comes soon."""
 
     key: Key
     started: Literal[True] = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerdictLine(_Strict):
+class VerdictLine(_Body):
     """The verdict of one pair, by its index in the request."""
 
     index: int
     verdict: PairVerdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRequest(_Strict):
+class CancelRequest(_Body):
     """Calls to end, by the ids in their requests."""
 
     ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelReply(_Strict):
+class CancelReply(_Body):
     num_cancelled: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionReply(_Strict):
+class SessionReply(_Body):
     session: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestsRequest(_Strict):
+class TestsRequest(_Body):
     """One program, and what it has to print for each input."""
 
     code: str
@@ -147,16 +143,14 @@ class TestsRequest(_Strict):
     stop_at_first_failure: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeHealth:
+class NodeHealth(_Body):
     name: str
     level: IsolationLevel
     num_slots: int
     num_running: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Health(_Body):
     """`status` is `ok`, `no nodes` or `stopping`. The rest is filled in only for requests with the token."""
 
     status: str
@@ -178,12 +172,6 @@ class TooLong:
     """A line that was skipped because of its length."""
 
     head: bytes
-
-
-_RUN_LINE: TypeAdapter[RunLine] = TypeAdapter(RunLine)
-_RESULT_LINE: TypeAdapter[ResultLine] = TypeAdapter(ResultLine)
-_ERROR_LINE: TypeAdapter[ErrorLine] = TypeAdapter(ErrorLine)
-_START_LINE: TypeAdapter[StartLine] = TypeAdapter(StartLine)
 
 
 class LineSplitter:
@@ -225,25 +213,25 @@ def read_run_line(line: bytes | TooLong, *, max_line_bytes: int) -> RunLine | Un
     if isinstance(line, TooLong):
         return Unreadable(_key_of(line.head), f"the line has more than {max_line_bytes} bytes")
     try:
-        return _RUN_LINE.validate_json(line)
+        return RunLine.model_validate_json(line)
     except ValidationError as error:
         return Unreadable(_key_of(line), explain(error))
 
 
 def write_result_line(key: str | int | None, result: RunResult) -> bytes:
     try:
-        return _RESULT_LINE.dump_json(ResultLine(key=key, result=result)) + b"\n"
+        return ResultLine(key=key, result=result).line()
     except PydanticSerializationError as error:
         return write_error_line(key, ProblemKind.INTERNAL, f"the result cannot be written: {error}")
 
 
 def write_error_line(key: str | int | None, kind: ProblemKind, message: str) -> bytes:
-    message = message.encode("utf-8", "backslashreplace").decode()
-    return _ERROR_LINE.dump_json(ErrorLine(key=key, error=Problem(kind=kind, message=message))) + b"\n"
+    return ErrorLine(key=key, error=problem_of(kind, message)).line()
 
 
-def write_start_line(key: str | int) -> bytes:
-    return _START_LINE.dump_json(StartLine(key=key)) + b"\n"
+def problem_of(kind: ProblemKind, message: str) -> Problem:
+    """The message may quote text that has no encoding."""
+    return Problem(kind=kind, message=message.encode("utf-8", "backslashreplace").decode())
 
 
 def explain(error: ValidationError) -> str:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 from aiohttp import web
-from pydantic import TypeAdapter
 
 from strop.errors import StropError
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
@@ -15,13 +14,13 @@ from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.ndjson import (
     LineSplitter,
     RunLine,
+    StartLine,
     TooLong,
     VerdictLine,
     kind_of,
     read_run_line,
     write_error_line,
     write_result_line,
-    write_start_line,
 )
 
 HEARTBEAT_S = 0.5  # without an answer an empty line is sent; a client that hears nothing for long gives the service up
@@ -33,8 +32,6 @@ _NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that sev
 _GATHER_S = 0.005
 _IDLE_S = 120.0  # a stream without calls ends after it
 _PAUSE_BYTES = 8 << 20  # answers that are not written yet: beyond it no more of the request is read
-
-_VERDICT_LINE: TypeAdapter[VerdictLine] = TypeAdapter(VerdictLine)
 
 
 class RunStream:
@@ -159,7 +156,7 @@ class RunStream:
         now = self._loop.time()
         if self._begun and now - self._reported_at >= _STARTS_S:
             self._reported_at = now
-            lines = [write_start_line(key) for key in self._begun.values()]
+            lines = [StartLine(key=key).line() for key in self._begun.values()]
             self._begun.clear()
             self._outgoing += lines
             self._outgoing_bytes += sum(map(len, lines))
@@ -204,7 +201,7 @@ async def write_verdicts(request: web.Request, verdicts: AsyncGenerator[tuple[in
             if coming.done():
                 if (judged := coming.result()) is None:
                     break
-                line = _VERDICT_LINE.dump_json(VerdictLine(index=judged[0], verdict=judged[1])) + b"\n"
+                line = VerdictLine(index=judged[0], verdict=judged[1]).line()
                 coming = asyncio.ensure_future(anext(verdicts, None))
             response = response or await start_lines(request)
             await response.write(line)

@@ -10,21 +10,22 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
 
 from strop.errors import UserError
+from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.node_process import Spawn, spawn_node
-from strop.sandbox.server.config import DispatchConfig, ServeConfig
-from strop.sandbox.server.dispatcher import Dispatcher
+from strop.sandbox.server.dispatcher import DispatchConfig, Dispatcher
 from strop.sandbox.server.http import HttpFront
 
 _log = logging.getLogger(__name__)
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _HEADERS_S = 30.0  # for the headers of a request; longer than clients keep an idle connection, which is 15 s for aiohttp
 _FLUSH_S = 2.0  # for the last answers, at the end
 _MAX_CONNECTIONS = 4096  # further ones are closed at once; lowered to what the descriptor limit allows
@@ -32,6 +33,29 @@ _RESERVED_DESCRIPTORS = 128  # for the supervisor and files of this process
 _BACKLOG = 1024
 _UNACKNOWLEDGED_MS = 10_000  # the kernel ends a connection whose peer acknowledges nothing for this long
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Settings of a service. Raises `UserError` for a token that protects nothing."""
+
+    host: str = "127.0.0.1"  # to listen on
+    port: int = 8517  # 0 for a free one
+    token: str = ""  # that requests must carry; empty: every process that reaches the port may call
+    node: SandboxConfig = field(default_factory=SandboxConfig)
+    grace_s: float = 30.0  # after SIGTERM, for running calls
+
+    def __post_init__(self) -> None:
+        if self.host not in _LOOPBACK and not self.token:
+            raise UserError(
+                f"the service is to listen on {self.host!r} without a token, so that other machines could run code here."
+                " Set a token, or listen on 127.0.0.1."
+            )
+        if 0 < len(self.token) < 8:
+            raise UserError(
+                "the token has fewer than 8 characters, which can be guessed. Make one with:"
+                " python -c 'import secrets; print(secrets.token_urlsafe())'."
+            )
 
 
 class CodeServer:
@@ -54,7 +78,7 @@ class CodeServer:
             box = LocalSandbox(config.node, name=name, no_node_s=self._dispatch.no_node_s, spawn=self._spawn)
             await self._closing.enter_async_context(box)
             self.dispatcher = await self._closing.enter_async_context(Dispatcher(box, self._dispatch))
-            self.http = HttpFront(self.dispatcher, config)
+            self.http = HttpFront(self.dispatcher, config.token)
             runner = web.AppRunner(
                 self.http.app,
                 access_log=None,
@@ -75,9 +99,7 @@ class CodeServer:
             self._closing = self._closing.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Refuse new calls, let running ones finish within the grace period, fail the rest, close."""
         async with self._closing:
             self.http.stop()

@@ -304,7 +304,7 @@ class ForkServerPool:
     Each loads its modules itself, since forks of one process contend for its pages.
 
     Args:
-        profile: one of `inside.profiles.MODULES`.
+        profile: one of `inside.main.MODULES`.
         level: of all its children.
         num_servers: one for each core.
         modules: more modules to load.

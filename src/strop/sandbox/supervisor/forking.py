@@ -338,7 +338,7 @@ def _is_same_mount(one: str, other: str) -> bool:
 
 
 class NamespaceHelper:
-    """The process of `inside.namespaces`, started when first needed and again after its death. Belongs to one event loop."""
+    """The process of `inside.branching.main`, started when first needed and after its death. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -354,7 +354,7 @@ class NamespaceHelper:
             ours.setblocking(False)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "namespaces", str(theirs.fileno())],
+                    [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "branching", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     cwd="/",
                     env={"PATH": os.defpath, "LANG": "C.UTF-8"},
@@ -377,7 +377,7 @@ class NamespaceHelper:
             self._process = None
 
     async def ask(self, step: bytes, pid: int, *, owner: int, max_processes: int, descriptors: list[int]) -> None:
-        """Have it do a step of `inside.namespaces` on a process. Raises `MachineError`.
+        """Have it do a step of `inside.branching.main` on a process. Raises `MachineError`.
 
         Args:
             step: `wire.STEP_LIMIT` or `wire.STEP_PREPARE`.

@@ -7,7 +7,6 @@ import functools
 import os
 import select
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,8 +24,8 @@ class TreeStatus:
     """What all processes of one program do and hold together."""
 
     taken_at: float
-    cpu_s: float
-    is_running: bool  # at least one thread runs, or waits for a processor
+    cpu_s: float  # also of the children that they waited for
+    num_running: int  # threads that run, or wait for a processor
     anonymous_bytes: int  # shared pages are counted for each process, so this is never too low
     pids: tuple[int, ...]
 
@@ -37,22 +36,21 @@ class TreeStatus:
         Args:
             adopter: the process that adopts its orphans, unless that is `pid`. Orphans stay in the process group of `pid`.
         """
-        ticks, is_running, anonymous_bytes, pids = 0, False, 0, [pid]
+        cpu_s, num_running, anonymous_bytes, pids = 0.0, 0, 0, [pid]
         pids += [one for one in children_of(adopter) if one != pid and _group(one) == pid] if adopter else []
         for one in pids:  # grows as children are found
             try:
-                for thread in _threads_of(one):
-                    if fields := _fields(f"/proc/{one}/task/{thread}/stat"):
-                        ticks += int(fields[11]) + int(fields[12])
-                        is_running |= fields[0] in "RD"
+                cpu_s += cpu_s_in(stat_of(one))
+                states = (_fields(f"/proc/{one}/task/{thread}/stat")[:1] for thread in _threads_of(one))
+                num_running += sum(state in (["R"], ["D"]) for state in states)
                 pids += children_of(one)
                 anonymous_bytes += _resident_bytes(one)
             except PermissionError:  # /proc may hide a process that changed its credentials
                 continue
         return cls(
             taken_at=time.monotonic(),
-            cpu_s=ticks / _TICKS_PER_S,
-            is_running=is_running,
+            cpu_s=cpu_s,
+            num_running=num_running,
             anonymous_bytes=anonymous_bytes,
             pids=tuple(pids),
         )
@@ -153,20 +151,18 @@ class IdleUsage:
     """
 
     def __init__(self) -> None:
-        self._seen_at = 0.0
-        self._seen_cpu_s: float | None = None
+        self._began_at = 0.0
+        self._last: TreeStatus | None = None
         self.charged_s = 0.0  # in all its life
 
     def begin(self) -> None:
-        self._seen_at = time.monotonic()
-        self._seen_cpu_s = None
+        self._began_at, self._last = time.monotonic(), None
 
-    def charge(self, pids: Sequence[int]) -> None:
-        now, cpu_s = time.monotonic(), sum(cpu_s_in(stat_of(pid)) for pid in pids)
-        counted_s = 0.0 if self._seen_cpu_s is None else cpu_s - self._seen_cpu_s
-        num_running = min(_num_running_threads(pids), os.cpu_count() or 1)
-        self.charged_s += max(counted_s, num_running * (now - self._seen_at), 0.0)
-        self._seen_at, self._seen_cpu_s = now, cpu_s
+    def charge(self, seen: TreeStatus) -> None:
+        since, counted_s = (self._last.taken_at, seen.cpu_s - self._last.cpu_s) if self._last else (self._began_at, 0.0)
+        num_running = min(seen.num_running, os.cpu_count() or 1)
+        self.charged_s += max(counted_s, num_running * (seen.taken_at - since), 0.0)
+        self._last = seen
 
 
 def pid_of(pidfd: int) -> int:
@@ -210,10 +206,6 @@ def num_threads_of_user(second: int) -> int:
             if process.name.isdecimal() and process.stat().st_uid == os.geteuid():
                 count += len(os.listdir(process / "task"))
     return count
-
-
-def _num_running_threads(pids: Iterable[int]) -> int:
-    return sum(_fields(f"/proc/{pid}/task/{thread}/stat")[:1] in (["R"], ["D"]) for pid in pids for thread in _threads_of(pid))
 
 
 def _own_bytes(pids: tuple[int, ...]) -> int:

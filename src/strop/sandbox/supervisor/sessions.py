@@ -310,7 +310,7 @@ class Sessions:
         if seen.holds_too_much(session.limits.memory_mib):
             self._lose(session, "between two cells it used more memory than it may")
             return
-        session.idle.charge(seen.pids)
+        session.idle.charge(seen)
         if session.idle.charged_s > _IDLE_CPU_S:
             self._lose(session, f"between its cells it computed for more than {_IDLE_CPU_S:g} s")
 

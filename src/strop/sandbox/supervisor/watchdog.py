@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -84,7 +85,6 @@ class _Watch:
     next_at: float
     last: TreeStatus | None = None
     is_asleep: bool = False
-    has_failed: bool = False  # and was logged
 
 
 class Watchdog:
@@ -120,12 +120,8 @@ class Watchdog:
                 call.stop("setup")
             begun_at = time.monotonic()
             if now >= watched.next_at and begun_at - started_at < _MAX_READING_S:
-                try:
+                with contextlib.suppress(OSError):  # no descriptor left; the next time there may be one
                     self._read_status(call, watched)
-                except OSError as error:  # no descriptor left; the next time there may be one
-                    if not watched.has_failed:
-                        _log.warning("the status of a program could not be read: %s", error)
-                    watched.has_failed = True
                 cost_s = time.monotonic() - begun_at
                 pause_s = _LOOK_ASLEEP_S if watched.is_asleep else _LOOK_S
                 watched.next_at = now + max(pause_s, _PAUSE_FACTOR * cost_s)
@@ -138,7 +134,7 @@ class Watchdog:
         if seen.holds_too_much(call.request.memory_mib):
             call.stop("memory")
         has_computed = before is not None and seen.cpu_s - before.cpu_s > _BUSY_SHARE * (seen.taken_at - before.taken_at)
-        is_asleep = not seen.is_running and not has_computed
+        is_asleep = not seen.num_running and not has_computed
         if is_asleep and not watched.is_asleep:
             self._slots.lend()
         elif watched.is_asleep and not is_asleep:
