@@ -187,7 +187,7 @@ def test_a_limit_of_cpu_time_is_a_timeout_with_its_own_reason() -> None:
 
 def test_a_stopped_fork_server_costs_no_call_its_answer() -> None:
     async def scene(node: Node) -> None:
-        for server in node._pool("bare")._servers:
+        for server in node.pool("bare")._servers:
             os.kill(forking_pid(server), signal.SIGSTOP)
         requests = [RunRequest(code=f"print({number})", wall_s=0.5) for number in range(8)]
         results = await asyncio.wait_for(asyncio.gather(*(answer(node, request) for request in requests)), 30)
@@ -200,7 +200,7 @@ def test_a_stopped_fork_server_turns_no_answer_into_a_timeout() -> None:
     async def scene(node: Node) -> None:
         call = asyncio.create_task(answer(node, RunRequest(code="import time; time.sleep(0.3); print('in time')", wall_s=1.0)))
         await asyncio.sleep(0.15)
-        for server in node._pool("bare")._servers:
+        for server in node.pool("bare")._servers:
             os.kill(forking_pid(server), signal.SIGSTOP)
         assert (await asyncio.wait_for(call, 30)).text == "in time\n"
 
@@ -212,7 +212,7 @@ def test_a_loop_under_a_stopped_fork_server_still_ends_at_its_limit() -> None:
         call = asyncio.create_task(node.run(RunRequest(code="while True: pass", wall_s=0.6)))
         await asyncio.sleep(0.2)
         started_at = time.monotonic()
-        for server in node._pool("bare")._servers:
+        for server in node.pool("bare")._servers:
             os.kill(forking_pid(server), signal.SIGSTOP)
         assert (await asyncio.wait_for(call, 30)).outcome is RunOutcome.TIMEOUT
         assert time.monotonic() - started_at < 1.5
@@ -224,7 +224,7 @@ def test_a_stopped_fork_server_holds_no_verdict_up() -> None:
     async def scene(node: Node) -> None:
         asked = VerifyRequest(pairs=(AnswerPair(gold="1/2", answer="0.5"),), pair_wall_s=1.0)
         assert [verdict async for _, verdict in node.verify(asked)] == [PairVerdict.EQUAL]
-        for server in node._pool("verify")._servers:
+        for server in node.pool("verify")._servers:
             os.kill(forking_pid(server), signal.SIGSTOP)
         async with asyncio.timeout(40):
             assert [verdict async for _, verdict in node.verify(asked)] == [PairVerdict.EQUAL]
@@ -292,11 +292,11 @@ def test_fork_servers_are_renewed_while_calls_are_in_flight(monkeypatch: pytest.
     monkeypatch.setattr(fork_servers, "_RECYCLE_AFTER", 20)
 
     async def scene(node: Node) -> None:
-        before = {server.pid for server in node._pool("bare")._servers}
+        before = {server.pid for server in node.pool("bare")._servers}
         requests = [RunRequest(code=f"print({number})") for number in range(200)]
         results = await asyncio.gather(*map(node.run, requests))
         assert [result.text for result in results] == [f"{number}\n" for number in range(200)]
-        assert not before & {server.pid for server in node._pool("bare")._servers}
+        assert not before & {server.pid for server in node.pool("bare")._servers}
 
     play(scene)
 

@@ -337,8 +337,8 @@ def test_the_end_of_a_session_that_dies_as_it_starts_is_said_and_nothing_is_left
             before = num_descriptors()
             birth = sessions._birth
 
-            async def die(child: Child, line: socket.socket) -> int:
-                listener = await birth(child, line)
+            async def die(child: Child, line: socket.socket, undo: contextlib.ExitStack) -> int:
+                listener = await birth(child, line, undo)
                 os.kill(pid_of(child.pidfd), signal.SIGKILL)
                 assert eventually(lambda: child.is_dead)
                 return listener
@@ -451,7 +451,7 @@ def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again()
                 for name in (session, branch)
             ]
             await asyncio.sleep(0.3)
-            (server,) = node._pool("bare")._servers
+            (server,) = node.pool("bare")._servers
             os.kill(server.pid, signal.SIGKILL)
             for cell in cells:
                 with pytest.raises(SessionLost, match="its fork server died"):
@@ -466,7 +466,7 @@ def test_nothing_outlives_its_fork_server(level: IsolationLevel) -> None:
     async def play() -> None:
         async with Node(SandboxConfig(fork_servers=1, level=level, min_level=level)) as node:
             await node.open_session(BARE)
-            (server,) = node._pool("bare")._servers
+            (server,) = node.pool("bare")._servers
             pids = below(server.pid)
             assert len(pids) >= 2  # the session, and a spare child
             os.kill(server.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Machine, PlayedKeys, PosedKeys
 from strop.rewards.base import AnswerPart, NotJudged
 from strop.rollout.prompt import load_prompt
-from strop.sandbox.config import SandboxConfig
+from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
 from strop.sandbox.numbers import plain_number
 from strop.stages.loop.engines import check_room
 from strop.training.sft import sft_token_loss, sft_token_statistics
@@ -260,7 +260,7 @@ def _remedy_for_sandbox(sandbox: SandboxConfig) -> str:
     void = "before training: until then every rollout that calls the tool is void."
     if sandbox.url:
         return (
-            f"Mend that {void} The recipe's sandbox.url and {sandbox.token_env} name the service;"
+            f"Mend that {void} The recipe's sandbox.url and {TOKEN_VARIABLE} name the service;"
             f" {_commands(sandbox)} shows its fault. Without sandbox.url programs run on this machine."
         )
     return (

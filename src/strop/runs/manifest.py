@@ -25,7 +25,7 @@ _FREE_KEYS = re.compile(
     r"description|hardware|trackers|cluster|cluster\.\w+|scheduler\.\w+|"
     r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|"
     r"kv_mib|sleep)|"
-    r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
+    r"sandbox\.(max_running|max_alive|fork_servers|warm|url)|"
     r"stages\.[^.]+\.(async_rollouts\.(max_staleness|too_old)|size_of|give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"
     r"trainer\.(worker_timeout_s|(critic\.)?optimizer\.moments)|"
     # How a service is reached, not what it is asked.

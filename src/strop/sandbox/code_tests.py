@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 
 from strop.errors import MachineError
 from strop.sandbox.protocol import CodeRunner, RunOutcome, RunRequest, RunResult
@@ -157,14 +158,9 @@ async def run_tests(
 
 def first_difference(expected: str, printed: str) -> str:
     """Describe the first line that differs; empty if none does."""
-    wanted, found = _lines(expected), _lines(printed)
-    for number, (want, got) in enumerate(zip(wanted, found, strict=False), start=1):
+    for number, (want, got) in enumerate(zip_longest(_lines(expected), _lines(printed)), start=1):
         if want != got:
             return f"line {number}: expected {_shown(want)}, got {_shown(got)}"
-    if len(wanted) > len(found):
-        return f"line {len(found) + 1}: expected {_shown(wanted[len(found)])}, got the end of the output"
-    if len(found) > len(wanted):
-        return f"line {len(wanted) + 1}: expected the end of the output, got {_shown(found[len(wanted)])}"
     return ""
 
 
@@ -223,8 +219,8 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _shown(line: str) -> str:
-    return _cut(repr(line))
+def _shown(line: str | None) -> str:
+    return "the end of the output" if line is None else _cut(repr(line))
 
 
 def _cut(text: str) -> str:

@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from strop.config import Config
 from strop.sandbox.protocol import IsolationLevel
 
+TOKEN_VARIABLE = "STROP_SANDBOX_TOKEN"
+
 
 class SandboxConfig(Config):
     """A sandbox on this machine, unless `url` names a service. A `RunRequest` may ask for other limits."""
@@ -20,9 +22,6 @@ class SandboxConfig(Config):
     )
     memory_mib: int = Field(
         default=512, ge=32, le=1 << 24, description="Address space of each process, beyond that of the interpreter."
-    )
-    output_bytes: int = Field(
-        default=65_536, ge=256, le=1 << 30, description="Bytes of output to keep. Of longer output, head and tail are kept."
     )
     max_running: int = Field(
         default_factory=lambda: 2 * (os.cpu_count() or 1),
@@ -37,10 +36,9 @@ class SandboxConfig(Config):
         default=64, ge=0, le=4096, description="Sessions that exist at once. They hold no slot between their cells."
     )
     url: str | tuple[str, ...] = Field(
-        default="", description="Address of a running service, or a list of several, used instead of this machine."
-    )
-    token_env: str = Field(
-        default="STROP_SANDBOX_TOKEN", description="Environment variable that holds the token of these services."
+        default="",
+        description="Address of a running service, or a list of several, used instead of this machine. The environment variable"
+        " `STROP_SANDBOX_TOKEN` holds their token.",
     )
     min_level: IsolationLevel = Field(
         default=IsolationLevel.CONFINED, description="Lowest accepted level of isolation. Below it the sandbox does not start."

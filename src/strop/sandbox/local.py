@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
-from strop.sandbox.config import SandboxConfig
+from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
 from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.protocol import (
     AnswerPair,
@@ -225,7 +225,8 @@ class LocalSandbox(AsyncContext, CodeService):
         self._is_closed = True
         async with self._starting:
             while self.queue:
-                _grant(self.queue.pop(), MachineError("the sandbox was closed"))
+                if not (turn := self.queue.pop()).done():
+                    turn.set_exception(MachineError("the sandbox was closed"))
             for keeper in self._keepers:
                 keeper.cancel()
             node, self.node = self.node, None
@@ -352,7 +353,9 @@ class LocalSandbox(AsyncContext, CodeService):
 
     def _grant_slots(self) -> None:
         while self.queue and self.node is not None and self.num_running < self.node.num_slots:
-            self.num_running += _grant(self.queue.pop(), self.node)
+            if not (turn := self.queue.pop()).done():
+                turn.set_result(self.node)
+                self.num_running += 1
 
     def _release_slot(self) -> None:
         self.num_running -= 1
@@ -451,17 +454,6 @@ class LocalSandbox(AsyncContext, CodeService):
                 self._spawn(_close_quietly(session.node, session.name))
 
 
-def _grant(turn: asyncio.Future[CodeNode], answer: CodeNode | MachineError) -> bool:
-    """Whether the call still waits."""
-    if turn.done():
-        return False
-    if isinstance(answer, MachineError):
-        turn.set_exception(answer)
-    else:
-        turn.set_result(answer)
-    return True
-
-
 async def _close_quietly(node: CodeNode, session: str) -> None:
     with suppress(MachineError):  # it may be lost there too
         await node.close_session(session)
@@ -472,7 +464,7 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
     """Open the service or the services that `config` names, for the time of an `async with`.
 
     Args:
-        token: of the services; by default the environment variable `config.token_env`.
+        token: of the services; by default the environment variable `STROP_SANDBOX_TOKEN`.
 
     Raises:
         UserError: the level is below `config.min_level`, or the address or the token is wrong.
@@ -483,5 +475,5 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
         return
     from strop.sandbox.client.client import open_services  # needs the extra `serve`
 
-    async with open_services(config, token or os.environ.get(config.token_env)) as client:
+    async with open_services(config, token or os.environ.get(TOKEN_VARIABLE)) as client:
         yield client

@@ -7,7 +7,6 @@ import dataclasses
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from strop.errors import MachineError
@@ -142,7 +141,6 @@ class Sandbox:
             stdin=stdin,
             wall_s=self._config.wall_s if wall_s is None else wall_s,
             memory_mib=self._config.memory_mib if memory_mib is None else memory_mib,
-            output_bytes=self._config.output_bytes,
             seed=seed,
         )
 
@@ -165,7 +163,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -191,7 +189,7 @@ class SandboxSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -169,13 +169,15 @@ def test_a_line_of_the_supervisors_log_keeps_its_level(caplog: pytest.LogCapture
 def test_a_service_that_is_opened_without_its_token_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with serving(scripted(), token=TOKEN) as server:
-            config = SandboxConfig(url=server.url, token_env="THE_TOKEN")
+            config = SandboxConfig(url=server.url)
             for wrong in ("", "wrong"):
-                monkeypatch.setenv("THE_TOKEN", wrong)
-                with pytest.raises(UserError, match=r"environment variable THE_TOKEN; `strop sandbox run` .* --token-file"):
+                monkeypatch.setenv("STROP_SANDBOX_TOKEN", wrong)
+                with pytest.raises(
+                    UserError, match=r"environment variable STROP_SANDBOX_TOKEN; `strop sandbox run` .* --token-file"
+                ):
                     async with open_service(config):
                         pass
-            monkeypatch.setenv("THE_TOKEN", TOKEN)
+            monkeypatch.setenv("STROP_SANDBOX_TOKEN", TOKEN)
             async with open_service(config) as service:
                 assert (await service.run(RunRequest(code="1"))).text == "ran 1"
 

@@ -193,9 +193,9 @@ def test_a_service_that_does_not_answer_at_the_start_is_named_and_used_later(cap
 def test_a_wrong_token_names_its_service(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         async with serving(scripted(), token=TOKEN) as right, serving(scripted(), token=f"not {TOKEN}") as wrong:
-            monkeypatch.setenv("THE_TOKEN", TOKEN)
+            monkeypatch.setenv("STROP_SANDBOX_TOKEN", TOKEN)
             with pytest.raises(UserError, match=f"the code service at {wrong.url} wants another token"):
-                async with open_service(SandboxConfig(url=(right.url, wrong.url), token_env="THE_TOKEN")):
+                async with open_service(SandboxConfig(url=(right.url, wrong.url))):
                     pass
             async with SandboxClient([right.url, wrong.url], token=TOKEN) as client:
                 with pytest.raises(UserError, match=f"{wrong.url} refused the token"):

@@ -24,7 +24,7 @@ from strop.sandbox.client.service import (
     backoff_s,
     log_notice,
 )
-from strop.sandbox.config import SandboxConfig
+from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
 from strop.sandbox.protocol import (
     AsyncContext,
     CodeService,
@@ -371,7 +371,7 @@ async def open_services(
             if not health.nodes:  # a healthy service has one, and shows it only for its token
                 raise UserError(
                     f"the code service at {url} wants another token. Put its token into the"
-                    f" environment variable {config.token_env}; `strop sandbox run` also takes it from --token-file."
+                    f" environment variable {TOKEN_VARIABLE}; `strop sandbox run` also takes it from --token-file."
                 )
             for node in health.nodes:
                 if node.level.rank < config.min_level.rank:

@@ -107,25 +107,13 @@ class Session:
         try:
             try:
                 self._is_interruptible = True
-                exit_code, kind, text = self._run(code, f"<cell {number}>")
+                exit_code, kind, text = program.run(code, self._names, f"<cell {number}>", stderr=self._streams[1])
+                program.flush((sys.stdout, *self._streams))
             finally:
                 self._is_interruptible = False
         except KeyboardInterrupt:  # after the code of the cell
             exit_code, kind, text = _FAILED, wire.RECORD_ERROR, "KeyboardInterrupt\n"
         return nonce, exit_code, kind, text
-
-    def _run(self, code: str, file: str) -> tuple[int, bytes, str]:
-        exit_code, kind, text = 0, b" ", ""
-        try:
-            value = program.execute(code, self._names, file)
-            if value is not None:
-                kind, text = wire.RECORD_ECHO, repr(value)
-        except SystemExit as error:
-            exit_code = program.exit_code_of(error, self._streams[1])
-        except BaseException as error:
-            exit_code, kind, text = _FAILED, wire.RECORD_ERROR, program.format_error(error)
-        program.flush((sys.stdout, *self._streams))
-        return exit_code, kind, text
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._is_interruptible:
@@ -140,7 +128,7 @@ def live(
     try:
         header = os.pread(exchange, wire.WORK.size, wire.RECORD_BYTES)
         _, seed, memory_bytes, _, max_processes, file_mib, _, _ = wire.WORK.unpack(header)
-        own_line.send(wire.LINE_HELLO, confinement.apply_to_session(directory, max_processes=max_processes))
+        own_line.send(wire.LINE_HELLO, confinement.apply(directory, max_processes=max_processes))
         confine.take_streams(exchange, line, output)
         own_line.forget()
         own_line = Line(LINE)

@@ -109,19 +109,14 @@ class Confinement:
         self._needed_capability = kernel.CAP_DAC_READ_SEARCH if is_hidden else None
         self._base_memory = _address_space(proc)
 
-    def apply(self, directory: str) -> None:
-        """Confine this process for good. `directory` is its directory on disk, where it has no private /tmp."""
-        self._enter(directory, self._filter)
+    def apply(self, directory: str, *, max_processes: int = 0) -> int:
+        """Confine this process for good. Returns the listener of the filter of a session, or -1.
 
-    def apply_to_session(self, directory: str, *, max_processes: int) -> int:
-        """Confine a process that can be forked into new namespaces. Returns the listener of its filter, or -1.
-
-        Sets the limit of processes, since the filter forbids that later: the soft limit is that of this session, the hard limit
-        that of all its copies together.
+        Args:
+            directory: its directory on disk, where it has no private /tmp.
+            max_processes: of a session, which can be forked into new namespaces; 0 for a program. It is set here, since the
+                filter forbids that later: the soft limit is that of this session, the hard limit that of all its copies.
         """
-        return self._enter(directory, self._session_filter, max_processes=max_processes)
-
-    def _enter(self, directory: str, program_filter: seccomp.Filter | None, *, max_processes: int = 0) -> int:
         os.setsid()
         os.nice(NICENESS)
         if self.is_namespaced:
@@ -141,6 +136,7 @@ class Confinement:
             most = MAX_FAMILY_PROCESSES if self.is_namespaced else max_processes
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(resource.RLIMIT_NPROC, (min(max_processes, most), most))
+        program_filter = self._session_filter if max_processes else self._filter
         if self._rules is None or program_filter is None:
             return -1
         kernel.drop_capabilities(all_but=self._needed_capability)

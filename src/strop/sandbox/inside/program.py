@@ -20,7 +20,16 @@ from collections.abc import Callable, Iterable
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn, TextIO
 
-from .wire import FLUSH_SIGNAL, MAX_TRACEBACK_CHARS, RECORD_BYTES, RECORD_ECHO, RECORD_ERROR, RECORD_HEADER, STAMP
+from .wire import (
+    FLUSH_SIGNAL,
+    MAX_TRACEBACK_CHARS,
+    RECORD_BYTES,
+    RECORD_ECHO,
+    RECORD_ERROR,
+    RECORD_HEADER,
+    RECORD_NOTHING,
+    STAMP,
+)
 
 MAX_FRAMES = 2_000  # twice the recursion limit; formatting millions takes longer than a program may run
 SPARE_BYTES = 32 << 20  # for the traceback of a program without free memory
@@ -35,19 +44,10 @@ def run_program(
     getpid: Callable[[], int] = os.getpid,
     run_exit_hooks: Callable[[], None] = atexit._run_exitfuncs,
     modules: dict[str, ModuleType] = sys.modules,
-    make_text: Callable[[object], str] = repr,
 ) -> NoReturn:
     own_pid, streams = getpid(), (sys.stdout, sys.stderr)
-    exit_code, kind, text = 0, b"", ""
     signal.signal(FLUSH_SIGNAL, lambda number, frame: flush(streams))
-    try:
-        value = execute(code, fresh_main())
-        if value is not None:
-            kind, text = RECORD_ECHO, make_text(value)
-    except SystemExit as error:
-        exit_code = exit_code_of(error, streams[1])
-    except BaseException as error:
-        exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
+    exit_code, kind, text = run(code, fresh_main(), "<code>", stderr=streams[1])
     try:
         if (threading := modules.get("threading")) is not None:
             threading._shutdown()  # waits for threads that are not daemons, as the interpreter does
@@ -58,10 +58,23 @@ def run_program(
     if getpid() != own_pid:  # a fork of the program that returned here; it has no record
         if kind == RECORD_ERROR:
             attempt(streams[1].write, text)
-    elif kind:
+    elif kind != RECORD_NOTHING:
         write_record(shown, kind, text)
     flush(streams)
     exit_now(exit_code)
+
+
+def run(
+    code: str, names: dict[str, object], file: str, *, stderr: TextIO, make_text: Callable[[object], str] = repr
+) -> tuple[int, bytes, str]:
+    """Run the program. Returns its exit code, and kind and text of what it shows: its last value, or its error."""
+    try:
+        value = execute(code, names, file)
+        return (0, RECORD_NOTHING, "") if value is None else (0, RECORD_ECHO, make_text(value))
+    except SystemExit as error:
+        return exit_code_of(error, stderr), RECORD_NOTHING, ""
+    except BaseException as error:
+        return 1, RECORD_ERROR, format_error(error)
 
 
 def fresh_main() -> dict[str, object]:
@@ -72,7 +85,7 @@ def fresh_main() -> dict[str, object]:
     return main.__dict__
 
 
-def execute(code: str, names: dict[str, object], file: str = "<code>") -> object:
+def execute(code: str, names: dict[str, object], file: str) -> object:
     """Run the program. Returns the value of a last statement that is an expression without a semicolon, otherwise None."""
     code = code.removeprefix("\ufeff")
     # Lines as the compiler counts them; a last line without a newline would shift the carets of a traceback.

@@ -16,7 +16,7 @@ KIND_HELLO, KIND_FAILED, KIND_STARTED, KIND_EXITED, KIND_SIGNALED, KIND_REFUSED 
 STAMP = struct.Struct("<d")  # start of its work on the monotonic clock
 RECORD_HEADER = struct.Struct("<cI")  # after the stamp: kind and length of the text
 RECORD_BYTES = 65_536
-RECORD_ECHO, RECORD_ERROR, RECORD_SETUP = b"v", b"x", b"s"
+RECORD_NOTHING, RECORD_ECHO, RECORD_ERROR, RECORD_SETUP = b" ", b"v", b"x", b"s"
 WORK = struct.Struct("<cQQIIIII")  # job, seed, memory in bytes, CPU s, processes, file MiB, length of the code, length of stdin
 JOB_PROGRAM, JOB_VERIFY, JOB_SESSION = b"p", b"v", b"n"
 
@@ -45,7 +45,7 @@ LINE_DONE = b"d"  # DONE, then the text
 LINE_BORN = b"n"  # ready for its first cell; of a copy: in its own namespaces
 LINE_DRESSED = b"r"  # a copy: its files are copied
 BEGAN = struct.Struct("<c8s")  # LINE_BEGAN, the nonce of the cell
-DONE = struct.Struct("<c8sBc")  # LINE_DONE, the nonce of the cell, exit code, kind of the text (RECORD_* or a space)
+DONE = struct.Struct("<c8sBc")  # LINE_DONE, the nonce of the cell, exit code, kind of the text
 
 # supervisor -> the helper of `branching`, with the descriptors named there. The answer is STEP_DONE, or what failed.
 NAMESPACE_STEP = struct.Struct("<cqqQI")  # step, process, uid of the owner of its namespaces, processes allowed, inner uid

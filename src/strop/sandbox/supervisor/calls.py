@@ -234,7 +234,7 @@ class Call(Execution):
         super().__init__(child, request, admitted_at=admitted_at, skip=len(wire.READY))
         self._deadline = 0.0  # 0 until its work is known to have begun
         self._overdue_at = 0.0
-        child.give(work_of(request, num_others=child.num_others), self._finish)
+        child.give(work_of(request, num_others=child.server.num_others), self._finish)
 
     def stop(self, reason: str) -> None:
         if not self._finished.done() and not self._stopped_for:

@@ -18,7 +18,7 @@ import time
 from strop.sandbox.inside import wire
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.supervisor.calls import Execution, FinishedCall
-from strop.sandbox.supervisor.processes import Ended, Interpreter
+from strop.sandbox.supervisor.processes import Ended, Interpreter, drain
 
 GRACE_S = 0.25  # from SIGINT to the kill
 _MAX_EXTENSION_S = 0.15  # of a deadline, when a session begins late
@@ -26,7 +26,6 @@ _BEGIN_LIMIT_S = 5.0  # until it begins; 0.1 ms on an idle machine
 _IDLE_LIMIT_S, _STARVED_LIMIT_S = 1.0, 5.0  # from its report until it is seen to wait; longer if it gets no CPU time
 _IDLE_POLL_S = 0.001
 _STARVED_CPU_S = 0.1  # a runnable process with less CPU time than this is starved
-_MAX_UNREAD = 1_000  # packets that may wait on a line; its queue holds fewer
 _MAX_LATE_FAILURES = 64  # packets about a fork that was given up
 _CPU_CHECK_S = 0.05
 _F_ADD_SEALS, _ALL_SEALS = 1033, 0xF
@@ -122,18 +121,12 @@ class Cell(Execution):
                 files.append(_sealed(content) if content else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
                 opened.callback(os.close, files[-1])
             try:
-                self._drain_line()
+                drain(self.child.line)  # what was written between cells
                 self.child.send(packet, files)
             except BlockingIOError:  # it no longer reads
                 self._break_off()
             except OSError:
                 self._mute_at = time.monotonic()
-
-    def _drain_line(self) -> None:
-        """Drop what was written between cells."""
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(_MAX_UNREAD):
-                self.child.line.recv(1)
 
     def _kill(self) -> None:
         self._loop.remove_reader(self.child.line)

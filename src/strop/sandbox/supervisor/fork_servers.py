@@ -124,6 +124,7 @@ class ForkServer:
 
     @property
     def num_others(self) -> int:
+        """Processes that RLIMIT_NPROC counts next to those of a child: without namespaces and root, all of this user."""
         if self._level.rank >= 2 or os.geteuid() == 0:
             return 0
         return num_threads_of_user(int(time.monotonic()))
@@ -212,17 +213,14 @@ class ForkServer:
         """Start a child that waits for its work or, with a `line`, has its work and lives on."""
         number = next(self._numbers)
         self.num_spawned += 1
-        directory = None
+        directory, wake = None, -1
         opened = [] if line < 0 else [line]
         try:
-            exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
-            opened.append(exchange)
+            opened.append(exchange := os.memfd_create("exchange", os.MFD_CLOEXEC))
             os.ftruncate(exchange, wire.RECORD_BYTES)
             if line < 0:
-                wake = os.eventfd(0, os.EFD_CLOEXEC)
-                opened.append(wake)
+                opened.append(wake := os.eventfd(0, os.EFD_CLOEXEC))
             else:
-                wake = -1
                 os.pwrite(exchange, work, wire.RECORD_BYTES)
             output_read, output_write = os.pipe2(os.O_CLOEXEC)
             opened += [output_read, output_write]
@@ -233,7 +231,7 @@ class ForkServer:
             for descriptor in opened:
                 os.close(descriptor)
             raise _no_room(error) from error
-        child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
+        child = Child(self, exchange=exchange, wake=wake, output=output_read, directory=directory)
         self._children[number] = child
         mark = wire.SESSION_MARK if line >= 0 else ""
         # NUL marks the end: the fork server reads it into a buffer that still holds the packet before.
@@ -277,17 +275,9 @@ class ForkServer:
             child.take_start(pid, descriptors[0])
             self._send()
         elif kind in (wire.KIND_EXITED, wire.KIND_SIGNALED):
-            is_exit = kind == wire.KIND_EXITED
-            if (ended := self._by_pid.pop(pid, None)) is None:
-                return  # an orphan of a program, adopted
-            ended.take_end(
-                Ended(
-                    exit_code=status if is_exit else None,
-                    signal=None if is_exit else status,
-                    cpu_s=cpu_us / 1e6,
-                    peak_bytes=peak_kib << 10,
-                )
-            )
+            code, number = (status, None) if kind == wire.KIND_EXITED else (None, status)
+            if (ended := self._by_pid.pop(pid, None)) is not None:  # else an orphan of a program, adopted
+                ended.take_end(Ended(exit_code=code, signal=number, cpu_s=cpu_us / 1e6, peak_bytes=peak_kib << 10))
         elif kind == wire.KIND_REFUSED:
             _log.warning("the machine refused to fork another program: %s", os.strerror(status))
             self._children.pop(number).take_end(LOST)

@@ -30,7 +30,7 @@ from strop.sandbox.inside import confine, kernel, seccomp, wire
 from strop.sandbox.protocol import IsolationLevel
 from strop.sandbox.supervisor.fork_servers import BOOT
 from strop.sandbox.supervisor.process_status import ProcessStatus, children_of, pid_of, stat_of, status_of
-from strop.sandbox.supervisor.processes import Interpreter, readable
+from strop.sandbox.supervisor.processes import Interpreter, drain, readable
 
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep
 _LIMIT_S = 5.0  # of a fork; 10 ms on an idle machine
@@ -120,7 +120,7 @@ class _Fork:
             for _ in range(2):
                 self._ends.append(_Ends.open())
             try:
-                _drain(self._origin.line)
+                drain(self._origin.line)  # late packets of an earlier fork that failed
                 theirs = [end for ends in self._ends for end in (ends.their_line, ends.their_output)]
                 self._origin.send(wire.FORK.pack(wire.LINE_FORK, self._flags), theirs)
             finally:
@@ -229,8 +229,8 @@ class _Fork:
                 raise MachineError("a copy kept capabilities")
             if obstacle := _obstacle(pid, own=ends.theirs):
                 raise MachineError(f"a copy {obstacle}")
-            directory = f"/proc/{pid}/cwd"
-            if os.readlink(directory).startswith("/tmp") and not _is_same_mount(directory, f"/proc/{pid}/root/tmp"):
+            directory, tmp = f"/proc/{pid}/cwd", f"/proc/{pid}/root/tmp"
+            if os.readlink(directory).startswith("/tmp") and os.stat(directory).st_dev != os.stat(tmp).st_dev:
                 raise MachineError("a copy stayed in a directory of its origin")
         self._kill_others(set(pids))
         for pidfd in self._pidfds:
@@ -292,13 +292,6 @@ async def _receive(line: socket.socket) -> tuple[bytes, int]:
     return packet, pids[0] if pids else 0
 
 
-def _drain(line: socket.socket) -> None:
-    """Drop late packets of an earlier fork that failed."""
-    with contextlib.suppress(BlockingIOError):
-        for _ in range(_MAX_ROUNDS):
-            line.recv(1)
-
-
 def _alive_below(pid: int, spared: set[int]) -> set[int]:
     """Every living process below `pid`, except `spared` and the processes below those."""
     found = set[int]()
@@ -333,10 +326,6 @@ def _obstacle(pid: int, *, own: set[tuple[int, int]] | None) -> str:
     return ""
 
 
-def _is_same_mount(one: str, other: str) -> bool:
-    return os.stat(one).st_dev == os.stat(other).st_dev
-
-
 class NamespaceHelper:
     """The process of `inside.branching.main`, started when first needed and after its death. Belongs to one event loop."""
 
@@ -350,20 +339,18 @@ class NamespaceHelper:
         if self._socket is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            ours.setblocking(False)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "branching", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    cwd="/",
-                    env={"PATH": os.defpath, "LANG": "C.UTF-8"},
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            except OSError:
-                ours.close()
-                raise
+        ours.setblocking(False)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "branching", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            undo.pop_all()
         self._socket = ours
 
     def close(self) -> None:

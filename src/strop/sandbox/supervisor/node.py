@@ -68,20 +68,13 @@ class Node(AsyncContext, CodeService):
         self.name = name
         self.level = self.config.level or IsolationLevel.NAMESPACES
         self.tried: dict[IsolationLevel, SelfTestReport | str] = {}  # the last level is in use
-        self._slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
+        self.slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
         self.num_slots = self._count_slots(num_asleep=0)
         self._pools: dict[str, ForkServerPool] = {}
-        self._watchdog = Watchdog(self._slots)
+        self._watchdog = Watchdog(self.slots)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._sessions = Sessions(
-            level=self.level,
-            pool=self._pool,
-            slots=self._slots,
-            watch=self._watch,
-            max_sessions=self.config.max_sessions,
-            node=name,
-        )
+        self._sessions = Sessions(self)
 
     async def start(self) -> None:
         """Start the first fork servers and test the level of isolation by attacks. Before any call.
@@ -92,24 +85,23 @@ class Node(AsyncContext, CodeService):
         _raise_descriptor_limit()
         remove_leftovers()
         await self._find_level()
-        self._sessions.level = self.level
-        await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))
+        await asyncio.gather(*(self.pool(profile).fill() for profile in self.config.warm))
 
     async def run(self, request: RunRequest) -> RunResult:
         if request.session:
             return await self._sessions.run(request)
         arrived_at = time.monotonic()
-        await self._slots.acquire()
+        await self.slots.acquire()
         try:
             return await self._run_program(request, queue_s=time.monotonic() - arrived_at)
         finally:
-            self._slots.release()
+            self.slots.release()
 
     async def _run_program(self, request: RunRequest, *, queue_s: float = 0.0) -> RunResult:
         """Run it now; the caller holds its slot."""
         admitted_at = time.monotonic()
-        server = await self._pool(request.profile or profile_of(request.code)).server()
-        facts = await self._watch(Call(server.take(), request, admitted_at=admitted_at))
+        server = await self.pool(request.profile or profile_of(request.code)).server()
+        facts = await self.watch(Call(server.take(), request, admitted_at=admitted_at))
         if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
             raise MachineError("the sandbox was closed" if self._is_closed else "its fork server died")
         result = to_result(facts, request, level=self.level, queue_s=queue_s, node=self.name)
@@ -139,11 +131,11 @@ class Node(AsyncContext, CodeService):
 
     async def _verify_child(self) -> VerifyChild:
         self._refuse_if_closed()
-        await self._slots.acquire()
+        await self.slots.acquire()
         try:
-            return VerifyChild((await self._pool("verify").server()).take(), self._slots.release)
+            return VerifyChild((await self.pool("verify").server()).take(), self.slots.release)
         except BaseException:
-            self._slots.release()
+            self.slots.release()
             raise
 
     def _refuse_if_closed(self) -> None:
@@ -196,7 +188,7 @@ class Node(AsyncContext, CodeService):
             for level, found in higher
         )
 
-    def _pool(self, profile: str) -> ForkServerPool:
+    def pool(self, profile: str) -> ForkServerPool:
         self._refuse_if_closed()
         if (pool := self._pools.get(profile)) is None:
             pool = self._pools[profile] = ForkServerPool(
@@ -212,7 +204,7 @@ class Node(AsyncContext, CodeService):
             pool.close()
         self._pools.clear()
 
-    async def _watch(self, call: Execution) -> FinishedCall:
+    async def watch(self, call: Execution) -> FinishedCall:
         self._watchdog.add(call)
         self._tick_later()
         try:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_REFUSED_AT_ONCE = 8
+_MAX_UNREAD = 1_000  # packets that may wait on a line; its queue holds fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +47,12 @@ LOST = Ended(exit_code=None, signal=None, cpu_s=0.0, peak_bytes=0, is_lost=True)
 class Child:
     """One confined process that waits for its work, does it, and ends."""
 
-    def __init__(
-        self, server: ForkServer, number: int, *, exchange: int, wake: int, output: int, directory: Directory | None
-    ) -> None:
-        self._server = server
+    def __init__(self, server: ForkServer, *, exchange: int, wake: int, output: int, directory: Directory | None) -> None:
+        self.server = server
         self._wake = wake
         self._is_killed = False
         self._pid = 0  # in the pid namespace of its parent
         self._on_end: Callable[[], None] | None = None
-        self.number = number
         self.exchange = exchange  # a memory file: its record, then its work
         self.output = output  # the read end of its stdout and stderr
         self.directory = directory  # its directory on disk; None where it has a private /tmp
@@ -96,7 +94,7 @@ class Child:
     def abandon(self) -> None:
         """Give up its fork server, which does not report its end."""
         _log.warning("a fork server of the sandbox does not answer; giving it up")
-        self._server.lose()
+        self.server.lose()
 
     def host_pid(self) -> int | None:
         """Its pid in our namespace; None when it has ended."""
@@ -106,14 +104,9 @@ class Child:
             return None
 
     @property
-    def num_others(self) -> int:
-        """Processes that RLIMIT_NPROC counts next to its own: without namespaces and root, all processes of this user."""
-        return self._server.num_others
-
-    @property
     def adopter(self) -> int:
         """The process that adopts its orphans; 0 if that is itself."""
-        return self._server.pid if self.directory is not None else 0
+        return self.server.pid if self.directory is not None else 0
 
     def close(self) -> None:
         """Release its descriptors and its directory; kills it first when it still runs. Safe to call twice."""
@@ -304,6 +297,13 @@ class Interpreter:
             if not self.stem.num_copies:
                 self.stem.close()
         self.family.leave()
+
+
+def drain(line: socket.socket) -> None:
+    """Drop the packets that wait on a line."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(_MAX_UNREAD):
+            line.recv(1)
 
 
 async def readable(descriptor: int) -> None:

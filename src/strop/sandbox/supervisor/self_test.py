@@ -19,7 +19,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.table import Table
@@ -55,18 +54,18 @@ class Canaries:
         self.file = self.directory / "secret"
         self.file.write_text(self.secret)
         self.file.chmod(0o666)
-        stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
-        self._listeners: dict[str, socket.socket] = {}
-        self._listen("tcp", socket.AF_INET, stream, ("127.0.0.1", 0))
-        self._listen("udp", socket.AF_INET, datagram, ("127.0.0.1", 0))
-        self._listen("abstract", socket.AF_UNIX, stream, f"\0{self.secret}")
-        self._listen("unix", socket.AF_UNIX, stream, str(self.directory / "stream"))
-        self._listen("datagram", socket.AF_UNIX, datagram, str(self.directory / "datagram"))
+        self._listeners = {
+            "tcp": _listener(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            "udp": _listener(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            "abstract": _listener(socket.AF_UNIX, socket.SOCK_STREAM, f"\0{self.secret}"),
+            "unix": _listener(socket.AF_UNIX, socket.SOCK_STREAM, str(self.directory / "stream")),
+            "datagram": _listener(socket.AF_UNIX, socket.SOCK_DGRAM, str(self.directory / "datagram")),
+        }
         for name in ("stream", "datagram"):
             (self.directory / name).chmod(0o777)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for listener in self._listeners.values():
             listener.close()
         shutil.rmtree(self.directory)
@@ -84,12 +83,14 @@ class Canaries:
         """The listeners that were reached since the last call."""
         return {name for name, listener in self._listeners.items() if _was_called(listener)}
 
-    def _listen(self, name: str, family: int, kind: int, address: tuple[str, int] | str) -> None:
-        listener = self._listeners[name] = socket.socket(family, kind)
-        listener.bind(address)
-        listener.setblocking(False)
-        if kind == socket.SOCK_STREAM:
-            listener.listen()
+
+def _listener(family: int, kind: int, address: tuple[str, int] | str) -> socket.socket:
+    listener = socket.socket(family, kind)
+    listener.bind(address)
+    listener.setblocking(False)
+    if kind == socket.SOCK_STREAM:
+        listener.listen()
+    return listener
 
 
 def _was_called(listener: socket.socket) -> bool:

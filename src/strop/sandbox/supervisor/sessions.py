@@ -10,6 +10,7 @@ session ends, the session is lost, and every later cell raises `SessionLost` wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -17,9 +18,8 @@ import signal
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox.inside import wire
@@ -27,10 +27,11 @@ from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult, Sessio
 from strop.sandbox.supervisor import forking
 from strop.sandbox.supervisor.calls import FinishedCall, to_result
 from strop.sandbox.supervisor.cells import Cell
-from strop.sandbox.supervisor.fork_servers import ForkServerPool
 from strop.sandbox.supervisor.process_status import IdleUsage, ProcessStatus, TreeStatus
 from strop.sandbox.supervisor.processes import LOST, Child, Ended, Family, Interpreter, readable
-from strop.sandbox.supervisor.watchdog import Slots
+
+if TYPE_CHECKING:
+    from strop.sandbox.supervisor.node import Node
 
 _log = logging.getLogger(__name__)
 _ResultT = TypeVar("_ResultT")
@@ -58,32 +59,9 @@ class _Session:
 
 
 class Sessions:
-    """Belongs to one event loop.
+    """The sessions of a node. A cell holds a slot while it runs; a session between cells holds none."""
 
-    Args:
-        level: of all of them.
-        pool: returns the fork servers of a profile.
-        slots: a cell holds one while it runs; a session between cells holds none.
-        watch: waits for the end of a cell, and enforces its limits.
-        max_sessions: how many exist at once.
-        node: in every reply.
-    """
-
-    def __init__(
-        self,
-        *,
-        level: IsolationLevel,
-        pool: Callable[[str], ForkServerPool],
-        slots: Slots,
-        watch: Callable[[Cell], Awaitable[FinishedCall]],
-        max_sessions: int,
-        node: str,
-    ) -> None:
-        self.level = level
-        self._pool = pool
-        self._slots = slots
-        self._watch = watch
-        self._max_sessions = max_sessions
+    def __init__(self, node: Node) -> None:
         self._node = node
         self._helper = forking.NamespaceHelper()
         self._sessions: dict[str, _Session] = {}
@@ -124,7 +102,7 @@ class Sessions:
             self._num_starting += 1
             self._begin(session)
             try:
-                session.interpreter, copy = await forking.fork(session.interpreter, level=self.level, helper=self._helper)
+                session.interpreter, copy = await forking.fork(session.interpreter, level=self._node.level, helper=self._helper)
             except SessionLost as error:
                 self._lose(session, str(error))
                 raise
@@ -148,9 +126,9 @@ class Sessions:
         await session.turn.acquire()
         try:
             self._require_alive(session)
-            await self._slots.acquire()
+            await self._node.slots.acquire()
             if session.lost_for:  # while it waited for a slot
-                self._slots.release()
+                self._node.slots.release()
                 self._require_alive(session)
         except BaseException:
             session.turn.release()
@@ -176,7 +154,7 @@ class Sessions:
             raise
         if facts.ended.is_lost:
             self._require_alive(session)
-        return to_result(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self._node)
+        return to_result(facts, request, level=self._node.level, queue_s=admitted_at - arrived_at, node=self._node.name)
 
     def close_session(self, name: str) -> None:
         """Safe to call twice, and for one that was lost."""
@@ -202,31 +180,25 @@ class Sessions:
             0,
         )
         try:
-            if self.level.rank >= IsolationLevel.NAMESPACES.rank:
+            if self._node.level.rank >= IsolationLevel.NAMESPACES.rank:
                 self._helper.start()  # so that the first fork does not wait for it
-            child, line = (await self._pool(limits.profile).server()).take_session(work)
-        except OSError as error:
+            child, line = (await self._node.pool(limits.profile).server()).take_session(work)
+            with contextlib.ExitStack() as undo:
+                undo.callback(line.close)
+                undo.callback(child.close)
+                async with asyncio.timeout(_START_LIMIT_S):
+                    listener = await _birth(child, line, undo)
+                status = ProcessStatus.of(child.pidfd)
+                undo.pop_all()
+        except TimeoutError as error:
+            raise MachineError(f"a session did not start within {_START_LIMIT_S:.0f} s") from error
+        except (OSError, MachineError) as error:
             raise MachineError(f"a session did not start: {error}") from error
-        listener = -1
-        try:
-            async with asyncio.timeout(_START_LIMIT_S):
-                listener = await _birth(child, line)
-            status = ProcessStatus.of(child.pidfd)
-        except BaseException as error:
-            line.close()
-            child.close()
-            if listener >= 0:
-                os.close(listener)
-            if isinstance(error, TimeoutError):
-                raise MachineError(f"a session did not start within {_START_LIMIT_S:.0f} s") from error
-            if isinstance(error, OSError | MachineError):
-                raise MachineError(f"a session did not start: {error}") from error
-            raise
         family = Family(listener=listener, owner=status.owner, max_processes=limits.max_processes)
         return Interpreter(line, child.output, child.pidfd, status=status, family=family, child=child)
 
     def _add(self, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> _Session:
-        session = _Session(f"{self._node}-{secrets.token_hex(16)}", interpreter, limits, num_cells=num_cells)
+        session = _Session(f"{self._node.name}-{secrets.token_hex(16)}", interpreter, limits, num_cells=num_cells)
         self._sessions[session.name] = session
         self._end(session)
         if self._check_timer is None:
@@ -235,7 +207,7 @@ class Sessions:
 
     async def _play(self, session: _Session, cell: Cell) -> FinishedCall:
         try:
-            facts = await self._watch(cell)
+            facts = await self._node.watch(cell)
             if (ended := session.interpreter.ended) is None:
                 return facts
             if ended.signal == signal.SIGKILL and not cell.is_killed:
@@ -251,7 +223,7 @@ class Sessions:
 
     def _release(self, session: _Session) -> None:
         """Return what a cell holds."""
-        self._slots.release()
+        self._node.slots.release()
         self._end(session)
         session.turn.release()
 
@@ -315,17 +287,17 @@ class Sessions:
             self._lose(session, f"between its cells it computed for more than {_IDLE_CPU_S:g} s")
 
     def _require_room(self) -> None:
-        if len(self._sessions) + self._num_starting >= self._max_sessions:
+        most = self._node.config.max_sessions
+        if len(self._sessions) + self._num_starting >= most:
             raise MachineError(
-                f"node {self._node!r} has {self._max_sessions} sessions, which is its limit: close one, or raise"
-                " sandbox.max_sessions"
+                f"node {self._node.name!r} has {most} sessions, which is its limit: close one, or raise sandbox.max_sessions"
             )
 
     def _require_depth(self, session: _Session) -> None:
-        if self.level.rank < IsolationLevel.NAMESPACES.rank:
+        if self._node.level.rank < IsolationLevel.NAMESPACES.rank:
             raise UserError(
-                f"a session can be forked at level L2 or above, and this node runs programs at L{self.level.rank}"
-                f" ({self.level.value}): without namespaces a copy would not be isolated from its origin. Open a new"
+                f"a session can be forked at level L2 or above, and this node runs programs at L{self._node.level.rank}"
+                f" ({self._node.level.value}): without namespaces a copy would not be isolated from its origin. Open a new"
                 " session and run its cells again, or allow namespaces."
             )
         if session.interpreter.depth >= forking.MAX_DEPTH:
@@ -343,7 +315,7 @@ class Sessions:
             return session
         if name in self._gone:
             raise SessionLost(f"session {name!r} is gone: {self._gone[name]}")
-        raise SessionLost(f"node {self._node!r} has no session {name!r}")
+        raise SessionLost(f"node {self._node.name!r} has no session {name!r}")
 
     def _keep(self, task: asyncio.Task[_ResultT]) -> asyncio.Task[_ResultT]:
         """Keep a reference until it is done."""
@@ -352,26 +324,22 @@ class Sessions:
         return task
 
 
-async def _birth(child: Child, line: socket.socket) -> int:
-    """Wait until the session is ready for its first cell. Returns its listener, -1 where it has none."""
+async def _birth(child: Child, line: socket.socket, undo: contextlib.ExitStack) -> int:
+    """Wait until the session is ready for its first cell. Returns its listener, which `undo` closes; -1 where it has none."""
     await readable(line.fileno())
     packet, descriptors, flags, _ = socket.recv_fds(line, wire.LINE_BYTES, 1)
-    listener = descriptors[0] if descriptors else -1
-    try:
-        if flags & socket.MSG_CTRUNC:
-            raise MachineError("no descriptor is left for it. Raise `ulimit -n`.")
-        if packet[:1] == wire.LINE_HELLO:
-            await readable(line.fileno())
-            packet = line.recv(wire.LINE_BYTES)
-        while child.pidfd < 0 and child.ended is None:  # noqa: ASYNC110 - the report of its parent is on its way
-            await asyncio.sleep(0.001)
-        if packet[:1] != wire.LINE_BORN or child.ended is not None:
-            raise MachineError(packet[1:].decode("utf-8", "replace") or "its process ended")
-    except BaseException:
-        if listener >= 0:
-            os.close(listener)
-        raise
-    return listener
+    for descriptor in descriptors:
+        undo.callback(os.close, descriptor)
+    if flags & socket.MSG_CTRUNC:
+        raise MachineError("no descriptor is left for it. Raise `ulimit -n`.")
+    if packet[:1] == wire.LINE_HELLO:
+        await readable(line.fileno())
+        packet = line.recv(wire.LINE_BYTES)
+    while child.pidfd < 0 and child.ended is None:  # noqa: ASYNC110 - the report of its parent is on its way
+        await asyncio.sleep(0.001)
+    if packet[:1] != wire.LINE_BORN or child.ended is not None:
+        raise MachineError(packet[1:].decode("utf-8", "replace") or "its process ended")
+    return descriptors[0] if descriptors else -1
 
 
 def _how(ended: Ended) -> str:
