@@ -40,8 +40,8 @@ from rich.table import Table
 
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
+from strop.engine.torch.batch import DraftTimes
 from strop.engine.torch.decoder import Decoder
-from strop.engine.torch.drafts import DraftTimes
 from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.kv_cache import Row, StepShape
 from strop.engine.torch.sampling import draw

@@ -8,7 +8,7 @@ import torch
 
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import Probe
-from strop.engine.torch.drafts import DraftTimes
+from strop.engine.torch.batch import DraftTimes
 from strop.engine.torch.engine import TorchEngine
 from strop.engine.torch.kv_cache import ConversationTable
 from strop.types import FinishReason

@@ -154,17 +154,14 @@ class ActorEngine:
         self._doubt = ""  # requests that come now wait in the engine
         try:
             async with asyncio.timeout(self._load_s):
-                version, self._capabilities = await self._call("load_weights", *files)
+                self._capabilities = await self._call("load_weights", *files)
         except TimeoutError as error:
             within = f"within {self._load_s:g} s (engine.stall_timeout_s)"
             raise EngineLost(str(self._actor.lose(f"hangs: it did not load weights {within}"))) from error
         except WeightsNotProven as error:
             self._doubt = ""  # the process itself refuses to sample
             raise WeightsNotProven(f"{self._actor.title}: {error}") from error
-        if version != publication.version:
-            why = f"is lost: it says that it holds version {version} after {publication.version} was published"
-            raise EngineLost(str(self._actor.lose(why)))
-        self._policy_version = version
+        self._policy_version = publication.version
 
     async def sleep(self) -> None:
         """See `SleepingEngine.sleep`; of an engine that is one."""
@@ -277,15 +274,13 @@ class _HostedEngine:
     async def release(self, request_id: str) -> None:
         await self._engine.release(request_id)
 
-    async def load_weights(
-        self, directory: Path, version: int, checksum: str, keeps_requests: bool
-    ) -> tuple[int, Capabilities]:
+    async def load_weights(self, directory: Path, version: int, checksum: str, keeps_requests: bool) -> Capabilities:
         publication = Publication.in_files(directory, version=version, checksum=checksum, keeps_requests=keeps_requests)
         with _naming_failures():
             # A load whose caller was cancelled may not have ended.
             async with self._loading, naming_damage(directory):
                 await self._engine.load_weights(publication)
-        return self._engine.policy_version, self._engine.capabilities
+        return self._engine.capabilities
 
 
 def _detokenizer(path: Path) -> Callable[[Sequence[int]], str] | None:

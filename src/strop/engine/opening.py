@@ -197,7 +197,7 @@ def not_reached(error: EngineLost, address: str) -> EngineLost | UserError:
 
 
 def _how_to_get_one(config: VllmConfig | SglangConfig) -> str:
-    wanted = f"Name the interpreter of an environment that has {config.kind}"
-    if config.kind == "vllm":
-        return f"{wanted}: `make test-vllm`, as an example, sets up .venv-vllm, whose interpreter is .venv-vllm/bin/python."
-    return f"{wanted}; how one is made for vLLM, `make test-vllm` shows (.venv-vllm)."
+    return (
+        f"Name the interpreter of an environment that has {config.kind}: `make test-vllm`, as an example, sets up .venv-vllm"
+        " with vLLM, whose interpreter is .venv-vllm/bin/python."
+    )

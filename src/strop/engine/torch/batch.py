@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -16,7 +16,6 @@ from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes
-from strop.engine.torch.drafts import DraftTimes
 from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
 from strop.engine.torch.sampling import DrawLimits, draw, limited
 from strop.engine.torch.weights import PublishedWeights
@@ -25,6 +24,11 @@ from strop.types import Completion, FinishReason
 
 Detokenizer = Callable[[Sequence[int]], str]
 ResultT = TypeVar("ResultT")
+
+_LENGTHS = (0, 1, 2, 4, 8)  # drafts for each conversation, of which the fastest is used
+_TRIES = 4  # steps of each length before any is preferred
+_RETRY = 32  # steps until another length is measured again
+_KEPT = 0.9  # weight of the steps before, when the next one is measured
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -50,6 +54,32 @@ class Awaited:
 
     source: Conversation
     num_columns: int
+
+
+class DraftTimes:
+    """Seconds and tokens of steps, by the number of drafts for each conversation; those long ago weigh little.
+
+    A step pads its products to one of a few sizes. When few conversations are left, drafts take the place of the padding: each
+    is computed as if it had been drawn, the token after it is drawn with its own uniform, and what was drawn after a wrong
+    draft is dropped. So drafts change the time that a completion takes, and none of its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = Counter[int]()
+        self._sums = dict.fromkeys(_LENGTHS, (0.0, 0.0))  # seconds, tokens
+
+    def choose(self, most: int) -> int:
+        """Return the fastest length up to `most`; now and then another one, to measure it."""
+        lengths = [length for length in _LENGTHS if length <= most]
+        rarest = min(lengths, key=self._num_steps.__getitem__)
+        if self._num_steps[rarest] < _TRIES or self._num_steps.total() % _RETRY == 0:
+            return rarest
+        return min(lengths, key=lambda length: self._sums[length][0] / self._sums[length][1])
+
+    def note(self, length: int, seconds: float, tokens_per_row: float) -> None:
+        self._num_steps[length] += 1
+        old_seconds, old_tokens = self._sums[length]
+        self._sums[length] = _KEPT * old_seconds + seconds, _KEPT * old_tokens + tokens_per_row
 
 
 class Batch:

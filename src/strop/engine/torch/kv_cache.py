@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture
 from strop.engine.protocol import CompletionRequest
-from strop.engine.torch.drafts import Attempts
 
 if TYPE_CHECKING:
     from strop.engine.torch.sampling import DrawLimits
@@ -30,6 +30,7 @@ KV_STEP = 128  # decode reads a whole number of these columns
 
 
 CHUNK_MAX = 128  # largest number of tokens of a prefill chunk
+_CONTEXT = 4  # ids that a draft is looked up by, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,40 @@ class Share:
     def reusable_by(self, request: CompletionRequest) -> int:
         """How many columns `request`, which extends the shared one, may copy; at least one id is left to compute."""
         return min(request.at, self.num_computed, len(request.ids) - 1)
+
+
+class Attempts:
+    """The conversations that began with one prompt, and which ids followed which in them."""
+
+    def __init__(self) -> None:
+        self._followers: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        self._num_read: dict[Conversation, int] = {}
+
+    def join(self, conversation: Conversation) -> None:
+        """What it has at first is what the others have."""
+        self._num_read[conversation] = len(conversation.ids) if self._num_read else 0
+
+    def draft(self, conversation: Conversation, length: int) -> list[int]:
+        """Return up to `length` ids: each the most frequent one after the longest context that was seen before."""
+        if length:
+            self._read()
+        ids = conversation.ids[-_CONTEXT:]
+        num_given = len(ids)
+        while len(ids) < num_given + length:
+            contexts = (tuple(ids[-size:]) for size in range(min(_CONTEXT, len(ids)), 0, -1))
+            followers = next((self._followers[each] for each in contexts if each in self._followers), None)
+            if followers is None:
+                break
+            ids.append(max(followers, key=followers.__getitem__))
+        return ids[num_given:]
+
+    def _read(self) -> None:
+        for conversation, num_read in self._num_read.items():
+            ids = conversation.ids
+            for place in range(num_read, len(ids)):
+                for start in range(max(0, place - _CONTEXT), place):
+                    self._followers[tuple(ids[start:place])][ids[place]] += 1
+            self._num_read[conversation] = len(ids)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -17,7 +17,7 @@ from strop.engine.protocol import (
     check_completion,
 )
 from strop.engine.publication import Publication
-from strop.errors import EngineLost, MachineError, ModelError, StropError, WeightsNotProven
+from strop.errors import EngineLost, MachineError, StropError, WeightsNotProven
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.batch import RESUME, EngineRemovedError, RolloutBatch
 from strop.rollout.scheduler.report import BatchReport
@@ -333,11 +333,7 @@ class EnginePool:
 
         Raises:
             WeightsNotProven: the weights differ from those that were published as this version before.
-            ModelError: the engines' weights have different types, so that one checksum cannot prove them.
         """
-        dtypes = {engine.name: engine.engine.capabilities.dtype for engine in engines}
-        if len(set(dtypes.values())) > 1:
-            raise ModelError(f"the engines hold weights of different types: {dtypes}. Give all of them the same dtype.")
         async with publish(engines[0].engine.capabilities) as publication:
             loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in engines]
             try:
