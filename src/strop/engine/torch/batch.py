@@ -15,7 +15,7 @@ from torch import Tensor
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
-from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes
+from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes, covering
 from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
 from strop.engine.torch.sampling import DrawLimits, draw, limited
 from strop.engine.torch.weights import PublishedWeights
@@ -284,8 +284,8 @@ class Batch:
 
     def _close_ranks(self) -> None:
         """Move conversations from the highest slots to free lower ones if that makes a step smaller."""
-        sizes, table = self.sizes, self._table
-        fewest = sizes.slots_covering(max(1, table.num_open))
+        table = self._table
+        fewest = covering(self.sizes.slots, max(1, table.num_open))
         while table.num_open and table.highest.slot >= fewest:
             conversation, slot = table.highest, table.next_slot
             assert slot is not None
@@ -326,7 +326,7 @@ class Batch:
         started = time.perf_counter()
         num_before = sum(len(each.ids) for each in ready)
         can_repeat = self.sizes.is_invariant or not self._config.deterministic
-        most = next(size for size in self.sizes.tokens if size >= len(rows)) // len(rows) - 1 if can_repeat else 0
+        most = covering(self.sizes.tokens, len(rows)) // len(rows) - 1 if can_repeat else 0
         longest = self._draft_times.choose(most)
         num_left = {each: len(job.uniforms) - len(job.ids) for each, job in self._running.items()}
         drafts = {each: each.attempts.draft(each, longest)[: num_left[each] - 1] for each in ready}
@@ -371,9 +371,9 @@ class Batch:
         temperatures = torch.tensor([row.temperature for row in rows], device=device)
         uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device)
         if not any(row.limits for row in rows):
-            return draw(logits, temperatures, uniform, banned).together().cpu()
+            return draw(logits, temperatures, uniform, banned).cpu()
         logits, banned, entropies = limited(logits, banned, [row.limits for row in rows], [row.temperature for row in rows])
-        drawn = draw(logits, temperatures, uniform, banned).together().cpu()
+        drawn = draw(logits, temperatures, uniform, banned).cpu()
         for place, entropy in entropies.items():
             drawn[2, place] = entropy
         return drawn

@@ -141,7 +141,7 @@ class StaticSteps:
             banned = torch.zeros_like(logits, dtype=torch.bool)
             banned[pairs[:, 0], pairs[:, 1]] = True
         uniform, temperature = self._given[2:, : len(logits)].view(torch.float64)
-        self._drawn[:, : len(logits)] = draw(logits, temperature.float(), uniform, banned).together()
+        self._drawn[:, : len(logits)] = draw(logits, temperature.float(), uniform, banned)
 
 
 def open_static_steps(config: EngineConfig, decoder: Decoder) -> StaticSteps | None:

@@ -166,17 +166,15 @@ class StepSizes:
         """Return the smallest sizes that hold the content. A single chunk keeps its own size, unless chunks can be mixed."""
         num_tokens = num_rows + num_chunk_tokens
         return StepShape(
-            num_tokens=_covering(self.tokens, num_tokens) if num_rows or self.can_mix else num_tokens,
-            num_rows=_covering(self.tokens, num_rows) if num_rows else 0,
-            num_slots=_covering(self.slots, num_slots),
-            num_columns=_covering(self.columns, num_columns),
+            num_tokens=covering(self.tokens, num_tokens) if num_rows or self.can_mix else num_tokens,
+            num_rows=covering(self.tokens, num_rows) if num_rows else 0,
+            num_slots=covering(self.slots, num_slots),
+            num_columns=covering(self.columns, num_columns),
         )
 
-    def slots_covering(self, num_slots: int) -> int:
-        return _covering(self.slots, num_slots)
 
-
-def _covering(sizes: Sequence[int], number: int) -> int:
+def covering(sizes: Sequence[int], number: int) -> int:
+    """Return the smallest of ascending sizes that holds `number`."""
     return next(size for size in sizes if size >= number)
 
 

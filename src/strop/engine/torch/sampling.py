@@ -40,20 +40,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """One token per row. Shapes (N,)."""
-
-    ids: Tensor  # int64
-    logprobs: Tensor  # float32, nats, of the drawn token
-    entropies: Tensor  # float32, nats, of the whole distribution
-
-    def together(self) -> Tensor:
-        """(3, N) float64, which holds all of it exactly: one transfer from a device instead of three."""
-        return torch.stack((self.ids.double(), self.logprobs.double(), self.entropies.double()))
-
-
-def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor | None) -> Draw:
+def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor | None) -> Tensor:
     """Sample each row by inverting its cumulative distribution: no truncation, one uniform a token.
 
     Log-probs and entropies are of the distribution drawn from (design law 5): after temperature and ban, over the full
@@ -68,13 +55,16 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor |
         temperatures: (N,) float32, at least 0.
         uniform: (N,) float64, in [0, 1).
         banned: (N, V) bool, True on tokens that must not be drawn; None where nothing is banned.
+
+    Returns:
+        (3, N) float64, which holds exactly the ids, their log-probs and the entropies of the whole distribution, both in nats
+        and float32: one transfer from a device instead of three.
     """
     columns = [logits, temperatures, uniform, *([] if banned is None else [banned])]
     is_on_cpu = logits.device.type == "cpu"  # elsewhere sums may depend on the number of rows
     rows = max(DRAWN_AT_ONCE, _LOGITS_AT_ONCE // logits.shape[1]) if is_on_cpu else DRAWN_AT_ONCE
     parts = [_draw_some(*some) for some in zip(*(torch.split(column, rows) for column in columns), strict=True)]
-    ids, logprobs, entropies = (torch.cat(drawn) for drawn in zip(*parts, strict=True))
-    return Draw(ids=ids, logprobs=logprobs, entropies=entropies)
+    return torch.stack([torch.cat(drawn).double() for drawn in zip(*parts, strict=True)])
 
 
 def _draw_some(
