@@ -171,7 +171,7 @@ class SleepingEngine(Protocol):
 
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
     """Return a digest of names, shapes, dtypes and bytes. The order of `tensors` does not matter."""
-    return checksum_of(digests_of(tensors))
+    return checksum_of(digest for _, digest in digests_of(tensors))
 
 
 def checksum_of(digests: Iterable[bytes]) -> str:
@@ -182,16 +182,17 @@ def checksum_of(digests: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
-def digests_of(tensors: Iterable[NamedTensor]) -> Iterator[bytes]:
-    """Yield the digest of each tensor, a few computed at once. Few tensors are held at the same time."""
+def digests_of(tensors: Iterable[NamedTensor]) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and digest of each tensor, a few computed at once. Few tensors are held at the same time."""
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        pending: deque[Future[bytes]] = deque()
+        pending: deque[tuple[str, Future[bytes]]] = deque()
         for name, tensor in tensors:
-            pending.append(threads.submit(_digest, name, tensor))
+            pending.append((name, threads.submit(_digest, name, tensor)))
             if len(pending) > _NUM_THREADS:
-                yield pending.popleft().result()
-        for each in pending:
-            yield each.result()
+                first, digest = pending.popleft()
+                yield first, digest.result()
+        for name, digest in pending:
+            yield name, digest.result()
 
 
 def _digest(name: str, tensor: torch.Tensor) -> bytes:

@@ -72,10 +72,10 @@ def is_adapter(directory: Path) -> bool:
 
 
 def _noting_digests(tensors: Iterable[NamedTensor], path: Path) -> list[bytes]:
-    digests = _digests(tensors)
+    digests = dict(digests_of(tensors))
     with _naming_failures(path):
-        path.write_text(json.dumps(digests))
-    return [bytes.fromhex(digest) for digest in digests.values()]
+        path.write_text(json.dumps({name: digest.hex() for name, digest in digests.items()}))
+    return list(digests.values())
 
 
 @contextlib.asynccontextmanager
@@ -93,24 +93,12 @@ async def naming_damage(directory: Path) -> AsyncIterator[None]:
 
 def _damaged(directory: Path) -> list[str]:
     written: dict[str, str] = {}
-    held: dict[str, str] = {}
+    held: list[tuple[str, bytes]] = []
     with contextlib.suppress(*UNREADABLE):
         for path in directory.glob(f"*{_DIGESTS}"):
             written |= json.loads(path.read_text())
-        held = _digests(tensors_in(directory.glob("*.safetensors")))
-    return sorted(name for name, digest in held.items() if written.get(name, digest) != digest)
-
-
-def _digests(tensors: Iterable[NamedTensor]) -> dict[str, str]:
-    names: list[str] = []
-
-    def noted() -> Iterator[NamedTensor]:
-        for name, tensor in tensors:
-            names.append(name)
-            yield name, tensor
-
-    digests = [digest.hex() for digest in digests_of(noted())]
-    return dict(zip(names, digests, strict=True))
+        held = list(digests_of(tensors_in(directory.glob("*.safetensors"))))
+    return sorted(name for name, digest in held if written.get(name, digest.hex()) != digest.hex())
 
 
 def _save(batch: Mapping[str, Tensor], path: Path) -> None:
