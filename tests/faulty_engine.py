@@ -78,7 +78,7 @@ class FaultyEngine(ScriptedEngine):
     ) -> None:
         super().__init__(policy, policy_version=policy_version, dtype=dtype)
         self._latency_s = latency_s
-        self._capacity = Capacity(
+        self.capacity = Capacity(
             total_tokens=kv_tokens, max_request_tokens=min(max_request_tokens, kv_tokens), max_running=max_running
         )
         self._faults = dict(faults or {})
@@ -125,7 +125,7 @@ class FaultyEngine(ScriptedEngine):
         self.recover()
         self._is_lost = False
         self._holds.clear()
-        self._policy_version, self._is_proven = policy_version, True
+        self.policy_version, self._is_proven = policy_version, True
 
     async def complete(self, request: CompletionRequest) -> Completion:
         async with self._loading:  # what comes meanwhile waits, as for real engines
@@ -183,7 +183,7 @@ class FaultyEngine(ScriptedEngine):
         version, checksum, held = publication.version, await publication.checksum(), weights_checksum(self.weights.items())
         if held != checksum:
             raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
-        self._is_proven, self._policy_version = True, version
+        self._is_proven, self.policy_version = True, version
         for hold in self._holds.values():
             hold.versions.append(version)
 
@@ -191,7 +191,7 @@ class FaultyEngine(ScriptedEngine):
         await self.kill("the engine was closed.")
 
     def _accept(self, request: CompletionRequest) -> None:
-        check_request(request, max_length=self._capacity.max_request_tokens)
+        check_request(request, max_length=self.capacity.max_request_tokens)
         if request.id in self._holds or request.id in self._queue:
             raise StropError(f"request {request.id}: an earlier request of that id was not released.")
         number = len(self.requests)
@@ -218,7 +218,7 @@ class FaultyEngine(ScriptedEngine):
             del self._holds[request.extends]  # it goes on in place; its memory is its own
         else:
             await self._wait_for(request.id, tokens)
-        self._holds[request.id] = _Hold(ids=request.ids, reserved_tokens=tokens, running=None, versions=[self._policy_version])
+        self._holds[request.id] = _Hold(ids=request.ids, reserved_tokens=tokens, running=None, versions=[self.policy_version])
         return cached_tokens
 
     async def _wait_for(self, request_id: str, tokens: int) -> None:
@@ -245,7 +245,7 @@ class FaultyEngine(ScriptedEngine):
 
     def _has_room_for(self, tokens: int) -> bool:
         held = sum(hold.reserved_tokens for hold in self._holds.values())
-        return held + tokens <= self._capacity.total_tokens and len(self._holds) < self._capacity.max_running
+        return held + tokens <= self.capacity.total_tokens and len(self._holds) < self.capacity.max_running
 
     async def _give_back(self, request_id: str) -> None:
         hold = self._holds.pop(request_id, None)

@@ -48,7 +48,7 @@ class ActorEngine:
         """Of a process that has opened its engine; `start` is what others call."""
         self.name = name
         self._config, self._actor, self._oom_kills = config, actor, oom_kills
-        self._capabilities, self._capacity, self._policy_version = described
+        self.capabilities, self.capacity, self.policy_version = described
         self._load_s = config.stall_timeout_s + (config.start_timeout_s if isinstance(config, ServerConfig) else 0.0)
         self._probes = itertools.count()
         self._doubt = ""  # empty: what the process itself says of its weights counts
@@ -108,18 +108,6 @@ class ActorEngine:
         """Whether it was neither lost nor closed."""
         return self._actor.is_alive
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         if self._doubt:
@@ -154,14 +142,14 @@ class ActorEngine:
         self._doubt = ""  # requests that come now wait in the engine
         try:
             async with asyncio.timeout(self._load_s):
-                self._capabilities = await self._call("load_weights", *files)
+                self.capabilities = await self._call("load_weights", *files)
         except TimeoutError as error:
             within = f"within {self._load_s:g} s (engine.stall_timeout_s)"
             raise EngineLost(str(self._actor.lose(f"hangs: it did not load weights {within}"))) from error
         except WeightsNotProven as error:
             self._doubt = ""  # the process itself refuses to sample
             raise WeightsNotProven(f"{self._actor.title}: {error}") from error
-        self._policy_version = publication.version
+        self.policy_version = publication.version
 
     async def sleep(self) -> None:
         """See `SleepingEngine.sleep`; of an engine that is one."""

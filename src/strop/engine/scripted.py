@@ -51,23 +51,15 @@ class ScriptedEngine:
         self.released: list[str] = []  # every id that `release` was called with
         self.weights: dict[str, torch.Tensor] = {}  # of the newest load
         self._policy = policy
-        self._policy_version, self._dtype = policy_version, dtype
-        self._capacity = Capacity(total_tokens=1 << 20, max_request_tokens=max_request_tokens, max_running=1 << 10)
+        self.policy_version, self._dtype = policy_version, dtype
+        self.capacity = Capacity(total_tokens=1 << 20, max_request_tokens=max_request_tokens, max_running=1 << 10)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(is_deterministic=True, can_fork=True, entropies="full", dtype=self._dtype)
 
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
     async def complete(self, request: CompletionRequest) -> Completion:
-        check_request(request, max_length=self._capacity.max_request_tokens)
+        check_request(request, max_length=self.capacity.max_request_tokens)
         self.requests.append(request)
         return self.completion(request, len(self.requests) - 1)
 
@@ -85,7 +77,7 @@ class ScriptedEngine:
         version, checksum, held = publication.version, await publication.checksum(), weights_checksum(self.weights.items())
         if held != checksum:
             raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
-        self._policy_version = version
+        self.policy_version = version
 
     async def close(self) -> None:
         """There is nothing to close."""
@@ -104,7 +96,7 @@ class ScriptedEngine:
             logprobs=reply.logprobs[start : start + length],
             entropies=reply.entropies[start : start + length],
             is_forced=(False,) * length,
-            spans=((self._policy_version, length),),
+            spans=((self.policy_version, length),),
             finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
             cached_tokens=cached_tokens,
         )

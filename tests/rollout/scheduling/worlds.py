@@ -31,7 +31,7 @@ class FragileEngine(FaultyEngine):
 
     def __init__(self, *, policy_version: int = 0, block_tokens: int | None = None, **options) -> None:
         super().__init__(said, policy_version=policy_version, **options)
-        self._capacity = replace(self._capacity, block_tokens=block_tokens)
+        self.capacity = replace(self.capacity, block_tokens=block_tokens)
         self.fault = ""
         self.is_closed = False
         self.num_running = 0

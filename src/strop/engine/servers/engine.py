@@ -13,7 +13,6 @@ from strop.engine.config import ServerConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import (
     Capabilities,
-    Capacity,
     CompletionRequest,
     check_prefix,
     check_request,
@@ -60,7 +59,6 @@ class Conversations:
         self._num_released = 0  # blocks, of conversations that have left
         self._holds: dict[str, _Hold] = {}  # by newest request
         self._waiting: dict[str, tuple[asyncio.Future[None], CompletionRequest]] = {}  # in order of arrival
-        self._refused: dict[str, str] = {}  # a refused request -> the conversation that it would have continued
 
     @property
     def busy(self) -> list[str]:
@@ -93,11 +91,6 @@ class Conversations:
             self.leave(request.id)  # it may have been granted in the same moment
             raise
 
-    def refuse(self, request: CompletionRequest) -> None:
-        """Record a request that was refused before it entered: its id releases the conversation that it extends."""
-        if request.id not in self._holds and self._goes_on_in_place(request):
-            self._refused[request.id] = request.extends
-
     def end(self, request: CompletionRequest, ids: Ids) -> None:
         """`request` is complete; its conversation keeps its place. `ids` were sampled."""
         hold = self._holds.get(request.id)
@@ -107,7 +100,6 @@ class Conversations:
 
     def leave(self, request_id: str) -> None:
         """Free a conversation's place for the next request. Cancel the request if it waits itself. Ignore unknown ids."""
-        request_id = self._refused.pop(request_id, request_id)
         if (hold := self._holds.pop(request_id, None)) is not None:
             self._num_released += hold.num_blocks
         waiting = self._waiting.pop(request_id, None)
@@ -137,7 +129,6 @@ class Conversations:
     def clear(self) -> None:
         """Forget every conversation: what was cached of them is gone."""
         self._holds.clear()
-        self._refused.clear()
         self._num_released = 0
         self._grant()
 
@@ -171,23 +162,18 @@ class ServerEngine:
     def __init__(self, server: Server[Any], model: ModelFacts, config: ServerConfig) -> None:
         """An engine over a server that is ready, and whose weights are not known yet."""
         self._server, self._model, self._config = server, model, config
-        capacity = server.capacity
-        block_tokens = capacity.block_tokens
+        self.name, self.capacity, self.policy_version = server.name, server.capacity, -1
+        capacity, block_tokens = self.capacity, self.capacity.block_tokens
         self._conversations = Conversations(
             capacity.max_running, num_blocks=capacity.total_tokens // (block_tokens or 1), block_tokens=block_tokens
         )
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by request
         self._refreshing: set[asyncio.Task[None]] = set()
-        self._policy_version = -1
         self._doubt = "no weights were published to this engine yet"  # empty: the weights are proven
         self._is_keeping = False  # requests, over a publication that goes on
         self._versions: dict[str, int] = {}  # by label, of the weights that a request may have been sampled from
         self._nonce = secrets.token_hex(4)  # another trainer's publications to the same server have another
         self._is_closed = False
-
-    @property
-    def name(self) -> str:
-        return self._server.name
 
     @property
     def capabilities(self) -> Capabilities:
@@ -200,14 +186,6 @@ class ServerEngine:
             takes_adapters=self._config.adapter_slots > 0,
         )
 
-    @property
-    def capacity(self) -> Capacity:
-        return self._server.capacity
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `InferenceEngine.complete`.
 
@@ -216,11 +194,7 @@ class ServerEngine:
             UserError: a stop string, but the model directory has no tokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
-        try:
-            self._check(request)
-        except StropError:
-            self._conversations.refuse(request)
-            raise
+        self._check(request)
         try:
             await self._conversations.enter(request)
         except asyncio.CancelledError as error:
@@ -288,7 +262,7 @@ class ServerEngine:
                 else:
                     await asyncio.to_thread(self._model.check_weights, directory, version)
                     await self._server.read_weights(directory, checksum=checksum, label=label, keeps_requests=self._is_keeping)
-            self._policy_version, self._doubt = version, ""
+            self.policy_version, self._doubt = version, ""
         finally:
             self._is_keeping = False
             if self._doubt:
@@ -306,7 +280,7 @@ class ServerEngine:
         """Have a first completion sampled: it may compile for a while, and shows whether the server can be used at all."""
         request = CompletionRequest(id="warm-up", ids=(0,), max_tokens=2, stop_ids=frozenset(), temperature=1.0, seed=0)
         answer = await self._server.complete(request, timeout_s=self._config.start_timeout_s)
-        self._completion_of(answer, request, self._policy_version)
+        self._completion_of(answer, request, self.policy_version)
 
     async def close(self) -> None:
         """End the server, if it was started by us; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
@@ -321,7 +295,7 @@ class ServerEngine:
 
     async def _sample(self, request: CompletionRequest) -> Completion:
         self._require_proof()
-        oldest = self._policy_version
+        oldest = self.policy_version
         call = asyncio.create_task(self._ask(request))
         self._calls[request.id] = call
         try:
