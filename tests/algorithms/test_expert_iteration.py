@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.algorithms.expert_iteration import epoch_batches, select_right
+from strop.stages.expert_iteration import epoch_batches, select_right
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 
 

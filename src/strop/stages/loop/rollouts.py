@@ -51,7 +51,7 @@ class GroupPlayer:
         self._prompt = load_prompt(stage.prompt)
         self._reward = make_reward(stage.reward, context.runner)
         self.verdict = verdict_of(stage.reward)
-        self._publish: _Publish | None = None
+        self._lasting = AsyncExitStack()  # closes the last publication, if it lasts
         self._published: dict[int, str] = {}  # checksums by version
 
     def check(self, stage: PlayedKeys, tasks: TaskSource) -> None:
@@ -116,44 +116,33 @@ class GroupPlayer:
             lasts: an engine that joins before the next publication gets these weights, though the trainer has changed them.
             keeps_requests: see `Publication`; only if it lasts.
         """
-        publish = _Publish(trainer, version=version, lasts=lasts, keeps_requests=keeps_requests)
-        before, self._publish = self._publish, publish
+        before, lasting = self._lasting, AsyncExitStack()
+        self._lasting, written = lasting, None
+
+        @asynccontextmanager
+        async def publish(engine: Capabilities) -> AsyncIterator[Publication]:
+            nonlocal written
+            if written is None:
+                publication = await trainer.publication(engine, version=version)
+                if not lasts:
+                    async with publication:
+                        yield publication
+                    return
+                publication.keeps_requests = keeps_requests
+                await publication.write()
+                lasting.push_async_callback(publication.close)
+                written = publication
+            yield written
+
         try:
             weights = self._published[version] = await self.pool.publish(publish, version=version)
             return weights
         finally:
-            if before is not None:
-                await before.close()
+            await before.aclose()
 
     async def close(self) -> None:
         await self._reward.close()
-        if self._publish is not None:
-            await self._publish.close()
-
-
-class _Publish:
-    """Publishes a trainer's weights as one version: `strop.rollout.scheduler.engine_pool.Publish`."""
-
-    def __init__(self, trainer: Trainer, *, version: int, lasts: bool, keeps_requests: bool) -> None:
-        self._trainer, self._version, self._lasts, self._keeps_requests = trainer, version, lasts, keeps_requests
-        self._publication: Publication | None = None  # whose files last
-
-    @asynccontextmanager
-    async def __call__(self, engine: Capabilities) -> AsyncIterator[Publication]:
-        if not self._lasts:
-            async with await self._trainer.publication(engine, version=self._version) as publication:
-                yield publication
-            return
-        if self._publication is None:
-            publication = await self._trainer.publication(engine, version=self._version)
-            publication.keeps_requests = self._keeps_requests
-            await publication.write()
-            self._publication = publication
-        yield self._publication
-
-    async def close(self) -> None:
-        if self._publication is not None:
-            await self._publication.close()
+        await self._lasting.aclose()
 
 
 @asynccontextmanager
