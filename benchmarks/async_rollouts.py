@@ -36,8 +36,8 @@ from result_file import write_result
 from strop.config import load_toml, validate
 from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe, resolve
+from strop.reports.trackers import Progress
 from strop.sandbox.protocol import CodeRunner
-from strop.stages.context import Silent
 from strop.tools.protocol import Tool, ToolResult, WrappedTool
 from strop.tools.python import Python
 
@@ -105,7 +105,7 @@ def train_arm(arm: str, median_s: float, steps: int, model: Path, directory: Pat
     tree = resolve(load_toml(RECIPE, [f"{key}={json.dumps(value)}" for key, value in keys.items()]))
     stages = {"start": {"kind": "model", "path": str(model)}, "rl": {**tree["stages"]["rl"], "init": "start"}}
     recipe = validate(Recipe, {**tree, "name": directory.name, "stages": stages}, place=COMMAND)
-    asyncio.run(train(recipe, directory, progress=Silent(), command=COMMAND))
+    asyncio.run(train(recipe, directory, progress=Progress(), command=COMMAND))
 
 
 def steps_in(metrics: Path) -> list[dict[str, Any]]:

@@ -97,11 +97,11 @@ def trace(directory: Path) -> Mapping[Path, set[str]]:
     """Run the demo in `directory` and return the functions that its second RL step calls, by file."""
     from strop.pipeline.run import train
     from strop.recipe.load import load_recipe
-    from strop.stages.context import Silent
+    from strop.reports.trackers import Progress
 
     tracer = Tracer()
 
-    class FollowsSteps(Silent):
+    class FollowsSteps(Progress):
         stage = ""
 
         def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:

@@ -30,8 +30,8 @@ from strop.recipe.recipe import Recipe, resolve
 from strop.reports.html import render
 from strop.reports.number_format import Table, Unit
 from strop.reports.plots import drawings_of
+from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory, read_lines, write_json, write_text
-from strop.stages.context import Silent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -65,7 +65,7 @@ async def run_seed(seed: int, runs: Path, threads: int) -> dict[str, Any]:
 async def _run(tree: Mapping[str, Any], stages: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     recipe = validate(Recipe, {**tree, "name": directory.name, "stages": stages}, place=directory.name)
     started = time.perf_counter()
-    result = await train(recipe, directory, progress=Silent(), command=COMMAND)
+    result = await train(recipe, directory, progress=Progress(), command=COMMAND)
     run = result.run
     lines = [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
     return {

@@ -19,8 +19,8 @@ import torch
 
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
-from strop.stages.context import Silent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"tasks.test_path={(options.data / 'gsm8k' / 'test.jsonl').resolve()}",
         ],
     )
-    asyncio.run(train(recipe, options.run, progress=Silent(), command=COMMAND))
+    asyncio.run(train(recipe, options.run, progress=Progress(), command=COMMAND))
     results = summarise(RunDirectory(options.run))
     write_json(RESULTS / "gsm8k-smollm2.json", results)
     lines = read_lines(RunDirectory(options.run).metrics)

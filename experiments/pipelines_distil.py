@@ -21,10 +21,11 @@ from strop.errors import UserError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe, recipe_of
 from strop.recipe.recipe import Recipe
+from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory, iter_lines, write_json
 from strop.runs.lineage import copy_stages, num_common, num_done
 from strop.runs.manifest import write_manifest
-from strop.stages.context import Silent, load_chat, product_of
+from strop.stages.context import load_chat, product_of
 from strop.stages.sft import SFT
 
 RECIPE = Path(__file__).resolve().parent / "pipelines" / "distil-recipe.toml"
@@ -63,7 +64,7 @@ async def run_seed(seed: int, runs: Path, overrides: Sequence[str] = ()) -> RunD
 
 
 async def _train(recipe: Recipe, runs: Path, *, until: str | None = None) -> RunDirectory:
-    result = await train(recipe, runs / recipe.name, progress=Silent(), command=COMMAND, until=until)
+    result = await train(recipe, runs / recipe.name, progress=Progress(), command=COMMAND, until=until)
     return result.run
 
 

@@ -36,8 +36,8 @@ from strop.evaluation.results import EvalFiles, read_eval
 from strop.pipeline.from_python import evaluate_model
 from strop.recipe.load import load_recipe
 from strop.reports.evaluations import comparison_table
+from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory, write_json, write_text
-from strop.stages.context import Silent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -154,7 +154,7 @@ async def evaluate(options: argparse.Namespace, benchmark: Benchmark, engine: Se
     sizes = (f"num_tasks={options.num or benchmark.num}", f"k={options.k}", f"tasks={tasks}")
     overrides = [*SETTINGS, *engine, f"stages.model.tasks={tasks}", *(f"stages.{benchmark.stage}.{each}" for each in sizes)]
     recipe = load_recipe(ROOT / "recipes" / "eval" / "math.toml", overrides, name=place.name)
-    await evaluate_model(recipe, options.model, place, stage=benchmark.stage, progress=Silent())
+    await evaluate_model(recipe, options.model, place, stage=benchmark.stage, progress=Progress())
 
 
 def summarise(evaluated: Sequence[Evaluated]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from strop.errors import CannotLearnError, UserError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe
+from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory, read_lines, write_json, write_text
-from strop.stages.context import Silent
 from strop.stages.rl import RL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ async def run_all(runs: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     evaluations: dict[str, Any] = {}
 
     async def run(name: str, of: Recipe) -> RunDirectory:
-        result = await train(of.model_copy(update={"name": name}), runs / name, progress=Silent(), command=COMMAND)
+        result = await train(of.model_copy(update={"name": name}), runs / name, progress=Progress(), command=COMMAND)
         evaluations.update({titles[figures["stage"]]: figures for figures in result.evaluations})
         return result.run
 

@@ -19,11 +19,12 @@ from faulty_sandbox import FaultySandbox
 from strop.config import validate
 from strop.pipeline.run import TrainResult, train
 from strop.recipe.recipe import Recipe, resolve
+from strop.reports.trackers import Progress
 from strop.run_directory import read_json, read_lines
 from strop.runs.lineage import num_common
 from strop.sandbox.protocol import RunOutcome
 from strop.sandbox.scripted import scripted_result
-from strop.stages.context import Silent, load_chat
+from strop.stages.context import load_chat
 from strop.stages.loop.checkpoints import CheckpointWriter
 
 RECIPE = {
@@ -126,7 +127,7 @@ class RecordingEngine(FaultyEngine):
 
 
 @dataclass
-class Watching(Silent):
+class Watching(Progress):
     """Keeps what a user would have been told."""
 
     warnings: list = field(default_factory=list)

@@ -14,9 +14,10 @@ from scripted_runs import RecordingEngine, make_recipe, run_recipe
 from strop.cs336 import load_prompt
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.reports.trackers import Progress
 from strop.rewards import make_reward
 from strop.sandbox import LocalSandbox
-from strop.stages.context import Silent, load_chat, open_tasks
+from strop.stages.context import load_chat, open_tasks
 from strop.stages.evaluation import Eval
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
@@ -202,7 +203,7 @@ def play(recipe_name, stage, model, directory, says, *sets):
 
     recipe, _ = evaluations(preset(recipe_name), "threads=1", f"stages.model.path={model}", *sets)
     recipe = recipe.model_copy(update={"stages": {each: recipe.stages[each] for each in ("model", stage)}})
-    [figures] = asyncio.run(train(recipe, directory, progress=Silent(), open_engines=open_engines)).evaluations
+    [figures] = asyncio.run(train(recipe, directory, progress=Progress(), open_engines=open_engines)).evaluations
     return figures, prompts
 
 

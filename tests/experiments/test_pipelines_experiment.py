@@ -11,8 +11,8 @@ import pytest
 
 from strop.pipeline.run import train
 from strop.pipeline.sweep_file import load_sweep
+from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory, read_json, write_json, write_text
-from strop.stages.context import Silent
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -98,7 +98,7 @@ def test_a_part_runs_from_rows_to_drawings(name, tmp_path):
     runs = {}
     for arm in sweep.arms:
         run = RunDirectory(tmp_path / name / arm.run_name(7))
-        asyncio.run(train(arm.recipes[7], run.path, progress=Silent()))
+        asyncio.run(train(arm.recipes[7], run.path, progress=Progress()))
         runs[arm.name] = {7: run}
     check_results(part, runs, tmp_path)
 

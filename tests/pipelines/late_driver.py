@@ -12,8 +12,8 @@ from pathlib import Path
 
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.reports.trackers import Progress
 from strop.sandbox.local import LocalSandbox
-from strop.stages.context import Silent
 from strop.training.weights import Snapshot
 
 MAX_LATENCY_S = 0.3
@@ -48,7 +48,7 @@ write_whole = Snapshot.write
 
 async def main(recipe, run, overrides):
     async with LocalSandbox() as sandbox:
-        await train(load_recipe(recipe, overrides), run, progress=Silent(), runner=LateSandbox(sandbox))
+        await train(load_recipe(recipe, overrides), run, progress=Progress(), runner=LateSandbox(sandbox))
 
 
 if __name__ == "__main__":

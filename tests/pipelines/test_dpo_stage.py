@@ -13,11 +13,12 @@ from scripted_runs import RECIPE, Watching, assert_same_training, lines_of, reci
 from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.reports.trackers import Progress
 from strop.rollout.prompt import load_prompt
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import weights_digest
 from strop.stages import dpo as dpo_stage
-from strop.stages.context import Silent, load_chat
+from strop.stages.context import load_chat
 from strop.stages.loop import checkpoints
 from word_pairs import write_pairs
 
@@ -177,7 +178,7 @@ def test_settings_without_a_meaning_are_refused(tmp_path, keys, words):
 @pytest.mark.timeout(1800)
 def test_the_shipped_recipe_learns_from_pairs_to_call_its_tool(tmp_path):
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "dpo.toml", ["seed=1"])
-    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Progress()))
     before, after = result.evaluations
     assert after["accuracy"] > before["accuracy"] + 0.05
     assert after["tool_error_rate"] < 0.75 * before["tool_error_rate"]

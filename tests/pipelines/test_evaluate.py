@@ -12,7 +12,8 @@ from strop.errors import EngineLost, MachineError, RunError, TaskError
 from strop.evaluation.results import read_eval
 from strop.pipeline.from_python import evaluate_model
 from strop.recipe.recipe import Recipe, resolve
-from strop.stages.context import Silent, load_chat
+from strop.reports.trackers import Progress
+from strop.stages.context import load_chat
 from strop.types import Task
 
 
@@ -63,7 +64,7 @@ def evaluate(directory, model, recipe, *, say=None, lost_after=None, monkeypatch
         return [engines[-1]]
 
     monkeypatch.setattr("strop.pipeline.from_python.run_recipe", _with_doubles(open_engines))
-    figures = asyncio.run(evaluate_model(recipe, model, directory, stage=None, progress=Silent()))
+    figures = asyncio.run(evaluate_model(recipe, model, directory, stage=None, progress=Progress()))
     return figures, engines
 
 

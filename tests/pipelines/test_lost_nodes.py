@@ -11,7 +11,7 @@ from strop.cluster.placement import Node, place
 from strop.pipeline import run
 from strop.recipe.recipe import Recipe, resolve
 from strop.reports.log import read_run
-from strop.stages.context import Silent
+from strop.reports.trackers import Progress
 
 
 class LosesNode:
@@ -38,7 +38,7 @@ class LosesNode:
         return place(self.nodes(), roles)
 
 
-class Warnings(Silent):
+class Warnings(Progress):
     def __init__(self):
         self.seen = []
 

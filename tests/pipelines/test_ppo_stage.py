@@ -13,8 +13,8 @@ from scripted_runs import Watching, answer, assert_same_training, falling, lines
 from strop.errors import CannotLearnError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.reports.trackers import Progress
 from strop.run_directory import read_json, read_lines
-from strop.stages.context import Silent
 
 RECIPE_STAGES = SCRIPTED["stages"]
 METHOD = {"kind": "ppo", "kl_coefficient": 0.01}
@@ -134,7 +134,7 @@ def test_steps_that_do_not_add_up_are_refused(settings, message):
 @pytest.mark.timeout(1800)
 def test_the_recipe_of_ppo_learns_and_its_critic_foresees_some_of_it(tmp_path):
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "ppo.toml", ["seed=1"])
-    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Progress()))
     before, after = result.evaluations
     assert after["accuracy_low"] > before["accuracy_high"]
     lines = lines_of(result.run)

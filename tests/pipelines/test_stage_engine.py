@@ -13,9 +13,9 @@ from strop.errors import ConfigError
 from strop.pipeline.plan import plan
 from strop.pipeline.run import train
 from strop.recipe.recipe import resolve
+from strop.reports.trackers import Progress
 from strop.runs.lineage import stage_keys
 from strop.runs.manifest import differences
-from strop.stages.context import Silent
 from strop.training.trainer import Trainer
 
 STAGES = {name: RECIPE["stages"][name] for name in ("base", "sft", "before", "rl")}
@@ -144,7 +144,9 @@ def test_a_server_on_the_trainers_gpus_sleeps_from_the_last_rollout_of_a_step_to
         async with fake.serve() as address:
             server = {"kind": "vllm", "addresses": [address], "max_length": 256, "slots": 18, "sleep": True}
             recipe = recipe_of(STAGES | {"rl": stage | {"kind": kind, "engine": server}})
-            await train(recipe, tmp_path / "run", progress=Silent(), runner=FaultySandbox(answer=sums_and_errors), only=("rl",))
+            await train(
+                recipe, tmp_path / "run", progress=Progress(), runner=FaultySandbox(answer=sums_and_errors), only=("rl",)
+            )
 
     asyncio.run(scenario())
     published = ["pause abort", "update", "reset"]

@@ -21,9 +21,9 @@ from strop.config import validate
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe, resolve
+from strop.reports.trackers import Progress
 from strop.rollout.prompt import load_prompt
 from strop.run_directory import read_lines
-from strop.stages.context import Silent
 from strop.stages.model import TinyModel, make_tiny_model
 from strop.tasks.conversations import call_text
 
@@ -248,7 +248,7 @@ def able_model(directory: Path) -> Path:
         },
     }
     recipe = validate(Recipe, resolve(tree), place="able")
-    return asyncio.run(train(recipe, directory / "able", progress=Silent(), command="test")).run.stage("able").model
+    return asyncio.run(train(recipe, directory / "able", progress=Progress(), command="test")).run.stage("able").model
 
 
 def preferences_by_what_is_judged() -> dict[str, list[dict[str, str]]]:
@@ -279,7 +279,7 @@ def test_a_preset_runs_on_the_server_that_it_names(name, small, tmp_path):
     torch.set_num_threads(1)
     recipe = run_of(name, small, vllm=str(VLLM_PYTHON))
     assert recipe.engine.kind == "vllm"
-    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Progress(), command="test"))
     steps = [line for line in read_lines(result.run.metrics) if line["stage"] == "rl"]
     assert [step["rollout/void_fraction"] for step in steps] == [0, 0]
     assert all((tmp_path / "run" / "stages" / stage / "done.json").exists() for stage in recipe.stages)
@@ -293,7 +293,7 @@ def test_a_trainer_next_to_a_vllm_server_makes_two_steps_of_the_courses_grpo(tmp
     sizes |= {"rl.validation.num_tasks": 4, "rl.validation.every_steps": 1}
     sets = ["threads=1", f"engine.python={VLLM_PYTHON}", *(f"stages.{key}={value}" for key, value in sizes.items())]
     recipe = scaled(ROOT / "recipes" / "cs336-server.toml", sets)
-    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test", only=("rl",)))
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Progress(), command="test", only=("rl",)))
     steps = [line for line in read_lines(result.run.metrics) if line["stage"] == "rl"]
     assert [step["rollout/void_fraction"] for step in steps] == [0, 0]
 
@@ -303,7 +303,7 @@ def test_a_trainer_next_to_a_vllm_server_makes_two_steps_of_the_courses_grpo(tmp
 def test_a_preset_runs_from_its_first_stage_to_its_last(name, small, tmp_path):
     torch.set_num_threads(1)
     recipe = run_of(name, small)
-    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Progress(), command="test"))
     for stage_name, stage in recipe.stages.items():
         assert (tmp_path / "run" / "stages" / stage_name / "done.json").exists(), stage_name
         if stage.kind in ("rl", "expert_iteration", "sft", "distil"):

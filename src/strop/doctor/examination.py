@@ -24,6 +24,7 @@ from strop.engine.protocol import CompletionRequest, InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys, Product
+from strop.reports.trackers import Progress
 from strop.rewards import RunService, make_reward
 from strop.rewards.base import Reward
 from strop.rollout.chat_template import ChatFormat, message
@@ -34,7 +35,7 @@ from strop.run_directory import LineWriter, RunDirectory
 from strop.sandbox.local import open_service
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import ScriptedSandbox
-from strop.stages.context import Silent, StageContext, load_chat, open_tasks
+from strop.stages.context import StageContext, load_chat, open_tasks
 from strop.stages.loop.engines import prompt_lengths
 from strop.stages.model import ModelStage, find_model
 from strop.tools import open_tools
@@ -213,7 +214,7 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
                 runner=scripted,
                 tools=tools,
                 open_engines=open_engines,
-                progress=Silent(),
+                progress=Progress(),
                 trackers=(),
                 events=events,
             )

@@ -15,7 +15,7 @@ from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
 from strop.recipe.stage import STAGE_BEFORE, Product, Stage
 from strop.registry import checked
 from strop.reports.console import ConsoleProgress
-from strop.stages.context import Progress
+from strop.reports.trackers import Progress
 from strop.stages.evaluation import Eval
 from strop.stages.harness import Harness
 from strop.stages.model import ModelStage, find_model

@@ -24,14 +24,14 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Product, StageResult
 from strop.reports.log import machine_hours, steps_of, utilisation
 from strop.reports.page import write_report
-from strop.reports.trackers import make_trackers
+from strop.reports.trackers import Progress, make_trackers
 from strop.rewards.base import RunService
 from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, read_lines, write_json, writing_to
 from strop.runs.lineage import Lineage, check_inputs, check_parents, mark_stale, why_stale, write_lineage
 from strop.runs.manifest import locked
 from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_to_run
 from strop.sandbox.local import open_service
-from strop.stages.context import EngineFactory, Progress, StageContext, load_chat, product_of
+from strop.stages.context import EngineFactory, StageContext, load_chat, product_of
 from strop.stages.loop.checkpoints import latest_step
 from strop.stages.loop.engines import check_room
 from strop.stages.reward_model import with_reward_models

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from strop.reports import trackers
 from strop.reports.evaluations import benchmark_table
 from strop.reports.log import why_stale
 from strop.reports.number_format import Table, Unit, duration, figure
@@ -77,8 +78,8 @@ class TimeLeft:
         return time_s / num_steps * (self._total - step)
 
 
-class ConsoleProgress(AbstractContextManager["ConsoleProgress", None]):
-    """Implements `Progress`. In a terminal a bar with the time left stays below the lines until `close`."""
+class ConsoleProgress(trackers.Progress, AbstractContextManager["ConsoleProgress", None]):
+    """Shows lines. In a terminal a bar with the time left stays below the lines until `close`."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = Console() if console is None else console

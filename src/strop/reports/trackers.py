@@ -1,4 +1,4 @@
-"""Copies of the run log in other tools. metrics.jsonl is always written; these are optional extras."""
+"""What follows a run: its progress, and copies of the run log in other tools, which are optional extras."""
 
 from __future__ import annotations
 
@@ -8,6 +8,31 @@ from typing import Any, Literal, Protocol
 
 from strop.errors import UserError
 from strop.run_directory import RunDirectory
+
+
+class Progress:
+    """Follows a run, and shows nothing of it by itself. Calls come from one thread, in order."""
+
+    def stage_entered(self, name: str) -> None:
+        """A stage starts to prepare; `stage_started` follows when its number of steps is known."""
+
+    def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
+        """`done_steps` of `total_steps` were done before a resume."""
+
+    def step(self, metrics: Mapping[str, float], step: int) -> None:
+        """Step `step` of the stage is done; `metrics` is the line of the run log, or empty."""
+
+    def stage_finished(self, name: str, summary: str) -> None:
+        """The stage is done; `summary` is one sentence."""
+
+    def note(self, text: str) -> None:
+        """Something other than a step happened, as the recipe asks."""
+
+    def warning(self, text: str, *, stage: str = "") -> None:
+        """A warning about `stage`, or about the run if it is empty."""
+
+    def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
+        """The run is done; `results` are those of its evaluations, in order."""
 
 
 class Tracker(Protocol):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,7 +17,7 @@ from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, ModelError, RunError, TaskError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys, Stage
-from strop.reports.trackers import Tracker
+from strop.reports.trackers import Progress, Tracker
 from strop.rewards import RunService
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.prompt import load_prompt
@@ -34,55 +34,6 @@ TASK = TypeAdapter(Task)
 TRAJECTORY = TypeAdapter(Trajectory)
 EngineFactory: TypeAlias = Callable[..., Awaitable[Sequence[InferenceEngine]]]
 """Opens the engines that sample from a model directory, as `strop.engine.opening.open_engines` does. The caller closes them."""
-
-
-class Progress(Protocol):
-    """Follows a run. Calls come from one thread, in order."""
-
-    def stage_entered(self, name: str) -> None:
-        """A stage starts to prepare; `stage_started` follows when its number of steps is known."""
-
-    def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
-        """`done_steps` of `total_steps` were done before a resume."""
-
-    def step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Step `step` of the stage is done; `metrics` is the line of the run log, or empty."""
-
-    def stage_finished(self, name: str, summary: str) -> None: ...
-
-    def note(self, text: str) -> None:
-        """Something other than a step happened, as the recipe asks."""
-
-    def warning(self, text: str, *, stage: str = "") -> None:
-        """A warning about `stage`, or about the run if it is empty."""
-
-    def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
-        """The run is done; `results` are those of its evaluations, in order."""
-
-
-class Silent:
-    """Implements `Progress` and shows nothing."""
-
-    def stage_entered(self, name: str) -> None:
-        pass
-
-    def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
-        pass
-
-    def step(self, metrics: Mapping[str, float], step: int) -> None:
-        pass
-
-    def stage_finished(self, name: str, summary: str) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def warning(self, text: str, *, stage: str = "") -> None:
-        pass
-
-    def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
