@@ -109,7 +109,7 @@ def _missing_files(recipe: Recipe, name: str, made_before: Collection[Path]) -> 
     for key, path in recipe.stages[name].files().items():
         if not path.exists() and not any(path.resolve().is_relative_to(each) for each in made_before):
             yield NotThere(f"stages.{name}.{key}: {missing(path)}")
-        if key in ("path", "test_path") and path.is_dir():
+        if key == "path" and path.is_dir():
             yield UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
 
 

@@ -195,9 +195,9 @@ class Stage(Component):
         )
 
     def files(self) -> Mapping[str, Path]:
-        """Files and directories that it reads from elsewhere, by key: those in `path` and `test_path`."""
-        paths = {key: getattr(self.config, key, None) for key in ("path", "test_path")}
-        return {key: Path(path).expanduser() for key, path in paths.items() if path is not None}
+        """Files and directories that it reads from elsewhere, by key: that in `path`."""
+        path = getattr(self.config, "path", None)
+        return {} if path is None else {"path": Path(path).expanduser()}
 
     def keys(self) -> dict[str, Any]:
         """The keys that change what it makes, as JSON values: all of its own, unless it says otherwise."""

@@ -63,6 +63,10 @@ class PreferenceKeys(CheckpointedKeys):
     epochs: int = Field(default=1, ge=1, description="Passes over the preferences.")
     batch_size: int = Field(default=64, ge=1, description="Preferences of one update.")
 
+    def num_updates(self, num: int) -> int:
+        """Updates of the stage if it learns from `num` preferences."""
+        return self.epochs * -(-num // self.batch_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceSets(Generic[ItemT]):
@@ -125,11 +129,6 @@ def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple
     )
 
 
-def count_steps(context: StageContext, stage: PreferenceKeys, num: int) -> int:
-    """Return the updates of a stage that learns from `num` preferences. Raises `ConfigError` if its schedule needs more."""
-    return checked_steps(context, stage, stage.epochs * -(-num // stage.batch_size))
-
-
 class PairValidationConfig(HeldOutConfig):
     """The policy is measured by its implicit rewards of pairs that are held out."""
 
@@ -185,7 +184,7 @@ class DPO(TrainingStage):
                 why_left_out=f"a prompt and a response of more than max_length = {config.max_length} tokens",
                 remedy="Give preferences of more prompts, or raise max_length.",
             )
-            steps = count_steps(context, config, len(sets.train))
+            steps = checked_steps(context, config, config.num_updates(len(sets.train)))
             trainer = Trainer.from_directory(init, config.trainer, reference=init, total_updates=steps)
             opened.push_async_callback(trainer.close)
             held_out = _HeldOut(context, config, trainer, sets.test)

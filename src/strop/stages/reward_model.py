@@ -24,10 +24,10 @@ from strop.rewards.reward_model import ExchangeFormat
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import batch_at
-from strop.stages.dpo import PreferenceKeys, PreferenceSets, count_steps, open_sets
+from strop.stages.dpo import PreferenceKeys, PreferenceSets, open_sets
 from strop.stages.loop.checkpoints import prune_finished
 from strop.stages.loop.steps import take_updates
-from strop.stages.loop.training_stage import TrainingStage
+from strop.stages.loop.training_stage import TrainingStage, checked_steps
 from strop.stages.loop.updates import keep_skipped
 from strop.stages.loop.validation import write_saved
 from strop.tasks.files import RowFile
@@ -82,7 +82,7 @@ class RewardModel(TrainingStage):
         async with AsyncExitStack() as opened:
             sets = _open(context, config, ExchangeFormat(init), opened)
             _check_labels(context, sets)
-            steps = count_steps(context, config, len(sets.train))
+            steps = checked_steps(context, config, config.num_updates(len(sets.train)))
             trainer = RewardTrainer(init, config.trainer, total_updates=steps)
             opened.push_async_callback(trainer.close)
             await _learn(context, config, trainer, sets.train, steps)

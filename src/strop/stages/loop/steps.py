@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
 from strop.recipe.schedule import Done, Steps, why_over
@@ -173,14 +173,14 @@ async def take_steps(
         context.started(stage.steps, done)
         log = StageMetrics(context, done_steps=done)
         weights = await rollouts.publish(trainer, version=done)
-        schedule = _Schedule(context, stage, trainer, steps=done)
         num_stuck = int(log.last.get("update/stuck_steps", 0))
         clock = StageClock(stage.budget_s, log.last)
         step, over = done, _why_over_early(stage, log.steps)
         while step < stage.steps and not clock.is_spent and not over:
             step += 1
             await writer.check()
-            now = schedule.stage
+            before = Done(steps=step - 1, updates=trainer.num_updates)
+            now = stage.at(before)
             try:
                 result = await take(step, now, weights)
             except CannotLearnError:  # nothing was updated, so the state is that of the step before
@@ -209,8 +209,8 @@ async def take_steps(
                 context.event("ended_early", step=step, because=ended.why_over)
                 if ended.returns_best:
                     context.warn(f"ended after step {step}: {ended.why_over}")
-            if stage.schedule and step < stage.steps and not over and not clock.is_spent:
-                await schedule.follow(step)
+            if step < stage.steps and not over and not clock.is_spent:
+                await _follow_schedule(context, stage, trainer, before, Done(steps=step, updates=trainer.num_updates))
             problems = [*result.problems, *(_why_void(context, step) if result.problems else ())]
             for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
@@ -265,27 +265,13 @@ def _report_budget(context: StageContext, stage: RolloutKeys, clock: StageClock,
         )
 
 
-class _Schedule(Generic[StageT]):
-    """Applies the schedule of a stage, step by step."""
-
-    def __init__(self, context: StageContext, stage: StageT, trainer: Trainer, *, steps: int) -> None:
-        """`steps` were done before."""
-        self._context, self._trainer, self._stage = context, trainer, stage
-        self._done = Done(steps=steps, updates=trainer.num_updates)
-
-    @property
-    def stage(self) -> StageT:
-        """The stage with the settings of the next step."""
-        return self._stage.at(self._done) if self._stage.schedule else self._stage
-
-    async def follow(self, step: int) -> None:
-        """Apply what became due in `step`, before its checkpoint, so that a resumed run does it once."""
-        before, self._done = self._done, Done(steps=step, updates=self._trainer.num_updates)
-        for entry in [each for each in self._stage.schedule if each.is_due(before, self._done)]:
-            if entry.refresh_reference:
-                await self._trainer.refresh_reference()
-            if entry.reset_optimizer:
-                await self._trainer.reset_optimizer()
-            self._context.event("scheduled", step=step + 1, when=entry.moment, what=entry.what)
-            if entry.every_updates is None:
-                self._context.progress.note(f"from step {step + 1}: {entry.what} ({entry.moment})")
+async def _follow_schedule(context: StageContext, stage: RolloutKeys, trainer: Trainer, before: Done, after: Done) -> None:
+    """Apply what became due in a step, before its checkpoint, so that a resumed run does it once."""
+    for entry in [each for each in stage.schedule if each.is_due(before, after)]:
+        if entry.refresh_reference:
+            await trainer.refresh_reference()
+        if entry.reset_optimizer:
+            await trainer.reset_optimizer()
+        context.event("scheduled", step=after.steps + 1, when=entry.moment, what=entry.what)
+        if entry.every_updates is None:
+            context.progress.note(f"from step {after.steps + 1}: {entry.what} ({entry.moment})")
