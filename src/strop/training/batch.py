@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from strop.algorithms.losses import Aggregation, token_weights
 from strop.algorithms.method import Column, Method, Selection
+from strop.errors import MachineError, RunError
 from strop.training.config import TrainerConfig
 from strop.types import ScoredTrajectory, Trajectory
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from strop.training.sharded import SequenceGroup
 
+ResultT = TypeVar("ResultT")
 MIN_SHARED = 16  # tokens; below, computing them again costs less than attending to them apart
 # On CUDA a row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones
 # leave out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
@@ -71,6 +73,22 @@ class World:
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def together(self, work: Callable[[], ResultT]) -> list[ResultT]:
+        """Return what `work` gives on each rank, on every rank.
+
+        A `MachineError` or `RunError` of one rank is raised on all, so that no rank waits for one that has failed.
+        """
+        result: ResultT | None = None
+        failure: MachineError | RunError | None = None
+        try:
+            result = work()
+        except (MachineError, RunError) as error:
+            failure = error
+        of_ranks = self.gather((result, failure))
+        if failures := [each for _, each in of_ranks if each is not None]:
+            raise failures[0]
+        return [each for each, _ in of_ranks]
 
     def wait(self) -> None:
         """Wait until all ranks are here."""

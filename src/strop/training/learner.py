@@ -18,7 +18,7 @@ from strop.engine.model_directory import read_weights
 from strop.engine.protocol import checksum_of, weights_checksum
 from strop.engine.published_files import write_adapter, write_files
 from strop.engine.torch.cpu.resources import keep_freed_memory
-from strop.errors import MachineError, ModelError
+from strop.errors import ModelError
 from strop.rewards.reward_model import has_reward_head, head_of, load_reward_model
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows
@@ -192,18 +192,18 @@ class Learner:
     def write_published(self, directories: Sequence[Path], dtype: torch.dtype) -> str:
         """Write the published tensors as safetensors files into each rank's directory; return their checksum. Each is gathered
         to, hashed and written by one rank. All ranks call this."""
-        owned, digests, failure = self.owned(dtype), list[bytes](), ""
-        try:
-            digests = write_files(owned, directories[self.world.rank], part=f"rank-{self.world.rank:04d}")
-        except MachineError as error:
-            failure = str(error)
-            for _ in owned:  # the other ranks wait for this one's rows
-                pass
+        owned = self.owned(dtype)
+
+        def write() -> list[bytes]:
+            try:
+                return write_files(owned, directories[self.world.rank], part=f"rank-{self.world.rank:04d}")
+            finally:
+                for _ in owned:  # the other ranks wait for this one's rows, also after an error
+                    pass
+
+        of_ranks = self.world.together(write)
         torch.cuda.empty_cache()  # engines may share the device, and want memory for these weights now
-        of_ranks = self.world.gather((digests, failure))
-        if failures := [each for _, each in of_ranks if each]:
-            raise MachineError(failures[0])
-        return checksum_of(digest for found, _ in of_ranks for digest in found)
+        return checksum_of(digest for digests in of_ranks for digest in digests)
 
     def num_adapter_elements(self) -> int:
         """Return the size of all matrices of the adapter."""
@@ -213,17 +213,12 @@ class Learner:
         """Write the adapter into the first rank's directory, for engines; return its checksum. All ranks call this."""
         self._check()
         assert self.adapter is not None
-        tensors = self._whole_adapter()
-        digests, failure = list[bytes](), ""
-        if self.world.rank == 0:
-            try:
-                digests = write_adapter(*self.adapter.for_engines(tensors, dtype), directories[0])
-            except MachineError as error:
-                failure = str(error)
-        [(digests, failure), *_] = self.world.gather((digests, failure))
-        if failure:
-            raise MachineError(failure)
-        return checksum_of(digests)
+        adapter, tensors = self.adapter, self._whole_adapter()
+
+        def write() -> list[bytes]:
+            return [] if self.world.rank else write_adapter(*adapter.for_engines(tensors, dtype), directories[0])
+
+        return checksum_of(self.world.together(write)[0])
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the published tensors that this rank has to publish, gathered and in `dtype`. All ranks call this."""

@@ -337,29 +337,11 @@ class Snapshot:
             RunError: the disk is full or the directory cannot be written; on all ranks.
         """
         try:
-            self._raise_together(self._write_weights, directory)
+            self.world.together(lambda: None if self.write_weights is None else self.write_weights(directory))
             write_tensors(directory / "state", self.state, world=self.world)
-            self._raise_together(self._write_counters, directory)
+            self.world.together(lambda: None if self.world.rank else write_json(directory / "trainer.json", self.counters))
         finally:
             end_team()
-
-    def _write_weights(self, directory: Path) -> None:
-        if self.write_weights is not None:
-            self.write_weights(directory)
-
-    def _write_counters(self, directory: Path) -> None:
-        if self.world.rank == 0:
-            write_json(directory / "trainer.json", self.counters)
-
-    def _raise_together(self, write: Callable[[Path], None], directory: Path) -> None:
-        """Call `write`. A `RunError` of one rank is raised on all, so that no rank waits for one that has failed."""
-        failure = ""
-        try:
-            write(directory)
-        except RunError as error:
-            failure = str(error)
-        if failures := [each for each in self.world.gather(failure) if each]:
-            raise RunError(failures[0])
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
