@@ -190,7 +190,7 @@ def templated(num_answers: int) -> dict[str, float]:
         Task(id=f"copy/{n}", question=f"{of.question} Explain.", answer=of.answer, source="copy") for n, of in enumerate(chosen)
     ]
     all_of_them = [*tasks, *copies]
-    rule, unbounded = NearDuplicates(), NearDuplicates(max_in_bucket=len(all_of_them))
+    rule, unbounded = NearDuplicates(), NearDuplicates(max_compared=len(all_of_them))
     started = time.process_time()
     dropped = [rule.judge(task) is not None for task in all_of_them]
     used_s = time.process_time() - started

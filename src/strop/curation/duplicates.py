@@ -3,18 +3,16 @@
 Near-duplicates are pairs with equal answers whose sets of word triples overlap by a Jaccard index of at least 0.8. Candidates
 come from bands of the signatures (locality-sensitive hashing); each is then checked by the whole signature.
 
-Problems from one template share bands although few are similar enough. The answer is part of the key, so problems with other
-answers are never compared; and a bucket holds at most `max_in_bucket` problems, which bounds the work.
+Problems from one template share bands although few are similar enough. Each answer has bands of its own, so problems with
+other answers are never compared; and a problem is compared with at most `max_compared` others, which bounds the work.
 """
 
 from __future__ import annotations
 
 import logging
-from array import array
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from collections import defaultdict
+from functools import partial
+from typing import Any, Literal
 
 from strop.curation.answers import RuleScope, bare, fingerprint, grams, words
 from strop.errors import TaskError
@@ -26,7 +24,7 @@ _NUM_HASHES = 120
 _SHINGLE_WORDS = 3
 _SEED = 1
 _THRESHOLD = 0.8
-_BAND_ROWS = 6  # the most at which a pair at the threshold shares one of the bands with a probability of 0.99
+_NUM_BANDS = 20  # of 6 hashes, the most at which a pair at the threshold shares a band with a probability of 0.99
 
 
 class ExactDuplicates:
@@ -53,82 +51,54 @@ class NearDuplicates:
     The answers must be equal too: the same sentence with other numbers is another problem.
 
     Args:
-        max_in_bucket: problems in a bucket; later ones are found only by their other bands. Problems that were not compared
-            with all candidates are counted, with a warning.
+        max_compared: candidates that a problem is compared with, the earliest first. A warning says that there were more.
     """
 
     name = "near_duplicates"
 
-    def __init__(self, *, max_in_bucket: int = 1024) -> None:
-        self.max_in_bucket = max_in_bucket
+    def __init__(self, *, max_compared: int = 10_000) -> None:
+        try:
+            from rensa import RMinHash, RMinHashLSH
+        except ImportError as error:
+            raise TaskError(
+                "the rule near_duplicates needs the `rensa` package, which is not installed. Install it with"
+                " pip install 'strop[data]', or leave the rule out."
+            ) from error
+        self.max_compared = max_compared
         self.num_compared = 0
         """Pairs of signatures that were compared."""
-        self.num_cut_short = 0
-        """Problems that are kept although one of their buckets was full."""
-        self._buckets: list[dict[bytes, array[int]]] = [{} for _ in range(_NUM_HASHES // _BAND_ROWS)]
-        self._answers: dict[str, int] = {}
-        self._kept: list[str] = []  # ids
-        self._signatures = np.empty((1024, _NUM_HASHES), dtype=np.uint32)
+        self._has_warned = False
+        self._new_signature = partial(RMinHash, num_perm=_NUM_HASHES, seed=_SEED)
+        self._kept: list[tuple[str, Any]] = []  # ids and signatures
+        self._places = defaultdict[str, Any](lambda: RMinHashLSH(_THRESHOLD, _NUM_HASHES, _NUM_BANDS))  # in `_kept`, by answer
 
     def judge(self, task: Task) -> str | None:
-        prepared = signature(task.question)
-        own = np.frombuffer(prepared, dtype="<u4")
-        bands = self._bands(prepared, bare(task.answer))
-        met = [bucket[band] for bucket, band in zip(self._buckets, bands, strict=True) if band in bucket]
-        if met:
-            candidates = np.unique(np.concatenate([np.frombuffer(each, dtype=np.uint32) for each in met]))
-            likeness = np.count_nonzero(self._signatures[candidates] == own, axis=1) / _NUM_HASHES
-            self.num_compared += len(candidates)
-            alike = np.flatnonzero(likeness >= _THRESHOLD)
-            if len(alike):
-                first = alike[0]
-                return f"{likeness[first]:.0%} alike with {self._kept[candidates[first]]}"
-        if any(len(each) >= self.max_in_bucket for each in met):
-            self._warn_of_full_buckets()
-        self._remember(task.id, own, bands)
+        own = self.signature(task.question)
+        places = self._places[bare(task.answer)]
+        candidates = sorted(places.query(own))
+        for place in candidates[: self.max_compared]:
+            name, other = self._kept[place]
+            self.num_compared += 1
+            if (likeness := own.jaccard(other)) >= _THRESHOLD:
+                return f"{likeness:.0%} alike with {name}"
+        if len(candidates) > self.max_compared and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "near_duplicates: %s shares text with more than %d problems with the same answer. It was compared only with the"
+                " first of these, so near duplicates may remain. This holds for further problems, without a warning.",
+                task.id,
+                self.max_compared,
+            )
+        places.insert(len(self._kept), own)
+        self._kept.append((task.id, own))
         return None
 
-    def _bands(self, prepared: bytes, answer: str) -> list[bytes]:
-        """Return the key in each bucket: the answer and a band."""
-        key = self._answers.setdefault(answer, len(self._answers)).to_bytes(4, "little")
-        width = 4 * _BAND_ROWS
-        return [key + prepared[start : start + width] for start in range(0, width * len(self._buckets), width)]
-
-    def _remember(self, name: str, own: NDArray[np.uint32], bands: list[bytes]) -> None:
-        index = len(self._kept)
-        if index == len(self._signatures):
-            self._signatures = np.resize(self._signatures, (2 * index, _NUM_HASHES))
-        self._signatures[index] = own
-        self._kept.append(name)
-        for bucket, band in zip(self._buckets, bands, strict=True):
-            found = bucket.setdefault(band, array("I"))
-            if len(found) < self.max_in_bucket:
-                found.append(index)
-
-    def _warn_of_full_buckets(self) -> None:
-        self.num_cut_short += 1
-        if self.num_cut_short.bit_count() == 1:  # 1, 2, 4, ...
-            logger.warning(
-                "near_duplicates: %d kept problems share text with more than %d problems with the same answer. They were"
-                " compared only with the first of these, so near duplicates may remain.",
-                self.num_cut_short,
-                self.max_in_bucket,
-            )
-
-
-def signature(text: str) -> bytes:
-    """Return the MinHash signature of the word triples of `text`: 120 numbers of 32 bits, the same in every process."""
-    try:
-        from rensa import RMinHash
-    except ImportError as error:
-        raise TaskError(
-            "the rule near_duplicates needs the `rensa` package, which is not installed. Install it with"
-            " pip install 'strop[data]', or leave the rule out."
-        ) from error
-    said = words(text)
-    sketch = RMinHash(num_perm=_NUM_HASHES, seed=_SEED)
-    sketch.update(grams(said, _SHINGLE_WORDS) or said)
-    return np.asarray(sketch.digest(), dtype="<u4").tobytes()
+    def signature(self, text: str) -> Any:
+        """Return the MinHash signature of the word triples of `text`, the same in every process."""
+        said = words(text)
+        found = self._new_signature()
+        found.update(grams(said, _SHINGLE_WORDS) or said)
+        return found
 
 
 class ExactDuplicatesRule(RuleScope):
