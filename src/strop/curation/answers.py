@@ -42,9 +42,7 @@ _FUNCTIONS = frozenset(
 _FUNCTIONS |= {"arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
 
 
-_NAMES = "left|right|displaystyle|textstyle|limits|quad|qquad"
-_STYLE = re.compile(rf"\\(?:(?:{_NAMES})(?![a-zA-Z])|[,;:! ])|\$|~")
-_RECORDED_STYLE = re.compile(rf"\\(?:{_NAMES}|[,;:! ])(?![a-zA-Z])|\$|~")  # that leaves `\,` before a letter
+_STYLE = re.compile(r"\\(?:(?:left|right|displaystyle|textstyle|limits|quad|qquad)(?![a-zA-Z])|[,;:! ])|\$|~")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
 _LOWERED = re.compile("[₀-₉₊₋ₙ]+")
@@ -56,10 +54,10 @@ _WORD = re.compile(_ONE_WORD)
 _SIGN_OR_WORD = re.compile(rf"{_ONE_WORD}|[-+*/^=<>!|]")
 
 
-def plain(text: str, style: re.Pattern[str] = _STYLE) -> str:
+def plain(text: str) -> str:
     """Return `text` in lower case and one form of Unicode, without formula style."""
     text = unicodedata.normalize("NFKC", text)
-    return style.sub(" ", _FRACTION.sub(r"\\frac", text)).lower()
+    return _STYLE.sub(" ", _FRACTION.sub(r"\\frac", text)).lower()
 
 
 def words(text: str) -> list[str]:
@@ -81,15 +79,7 @@ def fingerprint(text: str) -> bytes:
     """Return 16 bytes that are equal for texts that differ only in layout; operators, brackets and powers count."""
     text = _LOWERED.sub(r"_{\g<0>}", _RAISED.sub(r"^{\g<0>}", text))
     text = " ".join(plain(_LATEX_THOUSANDS.sub("", text)).split())
-    return _digest(_BRACES.sub(r"\1\2", _SPACE.sub("", text)))
-
-
-def question_digest(text: str) -> str:
-    """Return the digest of a question in recorded outcomes. It must never change, since outcomes are looked up by it."""
-    return _digest("".join(plain(text, _RECORDED_STYLE).split())).hex()
-
-
-def _digest(text: str) -> bytes:
+    text = _BRACES.sub(r"\1\2", _SPACE.sub("", text))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from strop.curation.answers import RuleScope, question_digest
+from strop.curation.answers import RuleScope, fingerprint
 from strop.errors import TaskError
 from strop.tasks.files import read_rows
 from strop.types import Group, ScoredTrajectory, Task
@@ -36,7 +36,7 @@ TaskKey: TypeAlias = tuple[str, str]
 
 
 def key_of(task: Task) -> TaskKey:
-    return task.id, question_digest(task.question)
+    return task.id, fingerprint(task.question).hex()
 
 
 def outcome_of(group: Group, verdict: Callable[[ScoredTrajectory], bool | None]) -> Outcome:
