@@ -6,23 +6,19 @@ name (ARPO, arXiv 2507.19849). A part begins with its opening tag and ends with 
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
 from strop.evaluation.metrics import REFLECTION
-from strop.rollout.tool_calls import CLOSING, OPENING
+from strop.rollout.tool_calls import OPENING, block_spans
 from strop.types import Trajectory, Turn
 
 Span = tuple[int, int]  # characters of a text: first, and one past the last
 
-_DECODER = json.JSONDecoder()
-_NOT_SPACE = re.compile(r"\S|\Z")
 _ANSWER = re.compile(r"<answer>.*?(?:</answer>|\Z)", re.DOTALL)
 _BOX = "\\boxed{"
 
@@ -77,7 +73,7 @@ def _touches(span: Span, others: Sequence[Span]) -> bool:
 def call_spans(text: str, *, called: Collection[str]) -> list[Span]:
     """Where calls stand in `text`: blocks of JSON, or else the last tag with the name of a tool in `called`."""
     if OPENING in text:
-        return _json_spans(text)
+        return block_spans(text)
     tag = re.compile(f"<({'|'.join(re.escape(name) for name in called if name) or '(?!)'})>")
     openings = list(tag.finditer(text))
     if not openings:
@@ -86,22 +82,6 @@ def call_spans(text: str, *, called: Collection[str]) -> list[Span]:
     closing = f"</{last.group(1)}>"
     end = text.rfind(closing, last.end())
     return [(last.start(), len(text) if end < 0 else end + len(closing))]
-
-
-def _json_spans(text: str) -> list[Span]:
-    """The JSON value itself says where a block ends, so tags inside its strings are text, as for the parser of calls."""
-    spans: list[Span] = []
-    start = text.find(OPENING)
-    while start >= 0:
-        value_end = _NOT_SPACE.search(text, start + len(OPENING)).start()  # type: ignore[union-attr]  # it matches the end, too
-        with suppress(ValueError, RecursionError):  # no JSON: the block ends where its tag does
-            _, value_end = _DECODER.raw_decode(text, value_end)
-        closing, following = text.find(CLOSING, value_end), text.find(OPENING, value_end)
-        is_closed = closing >= 0 and (following < 0 or closing < following)
-        end = closing + len(CLOSING) if is_closed else len(text) if following < 0 else following
-        spans.append((start, end))
-        start = text.find(OPENING, end)
-    return spans
 
 
 def answer_spans(text: str) -> list[Span]:

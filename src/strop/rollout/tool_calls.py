@@ -153,6 +153,17 @@ def parse_tool_calls(text: str, *, max_calls: int) -> list[Call]:
     return calls
 
 
+def block_spans(text: str) -> list[tuple[int, int]]:
+    """Return where the blocks of `parse_tool_calls` begin and end, with their tags."""
+    document, spans = _Document(text), []
+    start = document.find(OPENING)
+    while start >= 0:
+        _, end = _parse_block(document, start + len(OPENING))
+        spans.append((start, end))
+        start = document.find(OPENING, end)
+    return spans
+
+
 def has_closed_call(text: str) -> bool:
     """Return whether `text` holds a block with a closing tag, valid or not."""
     start = text.find(OPENING)
