@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from math import log
 from typing import Literal
@@ -21,15 +20,6 @@ _SEED_WORDS = 3  # minimum of a run, and the key in the index
 _MIN_RARE_WORDS = 1.5  # of a run; a word of only one benchmark problem counts 1
 _MIN_SHARE = 0.45  # of a benchmark problem's words, weighted by rarity, that a run must contain
 _MIN_OWN_SHARE = 0.4  # of the words of the judged problem: a phrase in a longer problem is not a copy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run of words that a problem has in common with a benchmark problem."""
-
-    index: int  # of the benchmark problem
-    share: float  # of its words, weighted by rarity
-    text: str
 
 
 class Reworded:
@@ -60,8 +50,12 @@ class Reworded:
             for place, seed in enumerate(grams(own, _SEED_WORDS)):
                 self._where.setdefault(seed, []).append((index, place))
 
-    def find(self, question: str) -> Run | None:
-        """Return the run with the largest share of a benchmark problem, if it is large enough for a copy."""
+    def find(self, question: str) -> tuple[float, int, str] | None:
+        """Return the run with the largest share of a benchmark problem, if it is large enough for a copy.
+
+        Returns:
+            the share of the problem's words, weighted by rarity; which problem; the words of the run.
+        """
         own = signs_and_words(question)
         best: tuple[float, int, int, int] | None = None
         begun: dict[tuple[int, int], int] = {}  # (problem, place) -> start of a run that may continue there
@@ -82,7 +76,7 @@ class Reworded:
         if best is None:
             return None
         share, index, start, end = best
-        return Run(index=index, share=share, text=" ".join(self._words[index][start:end]))
+        return share, index, " ".join(self._words[index][start:end])
 
 
 _CHOICES = re.compile(r"^\s*\(?A[).:]\s.*^\s*\(?B[).:]\s", re.MULTILINE | re.DOTALL)  # lettered, one a line
@@ -123,8 +117,12 @@ class Decontamination:
         return len(said)
 
     def judge(self, task: Task) -> str | None:
-        said = words(task.question)
-        return self._by_grams(said) or self._by_run(task.question)
+        if reason := self._by_grams(words(task.question)):
+            return reason
+        if (run := self._short.find(task.question)) is None:
+            return None
+        share, index, text = run
+        return f'shares {share:.0%} of the short {self._names[index]}, weighted by rarity: "{text}"'
 
     def _by_grams(self, said: list[str]) -> str | None:
         if len(said) < self.n:
@@ -143,12 +141,6 @@ class Decontamination:
         if share < self.min_share:
             return None
         return f'shares {share:.0%} of the {self.n}-grams of {self._names[index]}, as in "{example[index]}"'
-
-    def _by_run(self, question: str) -> str | None:
-        run = self._short.find(question)
-        if run is None:
-            return None
-        return f'shares {run.share:.0%} of the short {self._names[run.index]}, weighted by rarity: "{run.text}"'
 
 
 def _texts(question: str) -> list[str]:

@@ -385,7 +385,6 @@ def schedule_table(outcomes: Mapping[str, Outcome], *, bound_s: float) -> Table:
         ("engines busy", *(f"{one.busy_share:.1%}" for one in each)),
         ("rows that decode", *(f"{one.row_share:.1%}" for one in each)),
         ("idle at the end of the step", *(f"{one.tail_idle_share:.1%}" for one in each)),
-        ("work of full engines, share of time", *(f"{bound_s / one.makespan_s:.1%}" for one in each)),
         ("KV memory in use, at most", *(f"{one.peak_kv_share:.1%}" for one in each)),
         ("evictions", *(figure(one.evictions) for one in each)),
         ("recomputed tokens", *(figure(one.recomputed_tokens) for one in each)),
