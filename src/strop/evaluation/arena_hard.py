@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from strop.tasks.files import read_rows
 
 _JUDGE_DEFAULTS = {"max_tokens": 4096, "timeout_s": 1800.0}  # a judgement holds the judge's own answer
 _CLEAR_WEIGHT = 3
-_VERDICTS = {2.0: "much better", 1.0: "better", 0.0: "equal", -1.0: "worse", -2.0: "much worse"}
 
 PROMPT = builtin_prompt("arena_hard")
 """The default prompt of the judge, with the criteria of the paper in other words. To compare with published results, give the
@@ -141,7 +140,7 @@ class Match:
             await judge.close()
 
     def result(self, judged: Sequence[Judged]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the content of result.json and problems.jsonl: the win rate, in all and by category.
+        """Return the content of result.json and problems.jsonl: the win rate.
 
         Questions without both verdicts are left out and counted.
 
@@ -152,11 +151,6 @@ class Match:
         if not whole:
             raise TaskError(f"none of {len(judged)} questions has a verdict in both orders, so there is no win rate.")
         rate = win_rate([each.wins for each in whole], seed=0)
-        by_category = {
-            name: asdict(win_rate([each.wins for each in whole if each.question.category == name], seed=0))
-            for name in dict.fromkeys(each.question.category for each in whole)
-        }
-        firsts, seconds = (dict(Counter(_VERDICTS[each.verdicts[at] or 0.0] for each in whole)) for at in (0, 1))
         judge = self.config.service
         figures = {
             "harness": f"arena-hard, judged by {judge.model} against {self.baseline.model}",
@@ -169,8 +163,6 @@ class Match:
             "accuracy": rate.mean,
             "accuracy_low": rate.low,
             "accuracy_high": rate.high,
-            "by_category": by_category,
-            "verdicts": {"baseline_first": firsts, "model_first": seconds},
             "reward": {
                 "kind": "arena_hard",
                 "judge": judge.model_dump(include={"model", "temperature", "max_tokens"}),
