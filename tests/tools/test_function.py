@@ -332,8 +332,8 @@ def nodoc(x: float) -> float:
     [
         ("convrt", "{file} has no attribute 'convrt'. Did you mean 'convert'?"),
         ("zzz", "{file} has no attribute 'zzz'."),
-        ("nohints", "tool nohints ({file}:8): parameter 'x' has no type. Write one, as in `x: str`."),
-        ("nodoc", "tool nodoc ({file}:12): it has no docstring."),
+        ("nohints", "tool nohints ({file}, line 8): parameter 'x' has no type. Write one, as in `x: str`."),
+        ("nodoc", "tool nodoc ({file}, line 12): it has no docstring."),
     ],
 )
 def test_what_is_wrong_in_a_module_that_is_there_is_told_with_the_key_and_the_place_in_it(

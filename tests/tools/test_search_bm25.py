@@ -134,7 +134,6 @@ def test_a_corpus_is_read_from_lines_texts_and_kept_results(tmp_path: Path) -> N
         ('{"text": "a"}\n{"body": 1}\n', "line 2: none of text, contents, body, passage holds text; its keys are body"),
         ("[1]", "line 1: list instead of an object"),
         ("{", "line 1: not valid JSON"),
-        ('{"id": "x", "text": "a"}\n{"id": "x", "text": "b"}\n', "two passages have the id 'x'"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_refused_with_its_place(tmp_path: Path, content: str, told: str) -> None:

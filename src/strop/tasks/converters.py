@@ -21,11 +21,11 @@ _CALL = re.compile(r"\[[^\[\]()\n]+\(\s*[A-Za-z_$][\w.$-]*\s*=[^=]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-def parse_bracket_calls(text: str, names: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
+def parse_bracket_calls(text: str, names: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, arguments) of each call.
 
     Args:
-        names: of the functions that may be called; any by default.
+        names: of the functions that may be called.
 
     Raises:
         Unreadable: `text` is no such list, or calls another function.
@@ -35,10 +35,10 @@ def parse_bracket_calls(text: str, names: Collection[str] | None = None) -> list
         raise Unreadable(f"no list of calls: {text[:80]!r}")
     calls = []
     for call in _split(text[1:-1]):
-        name, opening, rest = _name_of(call.strip(), names or ())
+        name, opening, rest = _name_of(call.strip(), names)
         if not opening or not rest.rstrip().endswith(")") or not name:
             raise Unreadable(f"no call of the form name(key=value): {call.strip()[:80]!r}")
-        if names is not None and name not in names:
+        if name not in names:
             raise not_offered(name)
         calls.append((name, _arguments(rest.rstrip()[:-1])))
     if not calls:
@@ -436,10 +436,7 @@ def _objects_within(text: str) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     start = text.find("{")
     while start >= 0:
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, start)
-        except ValueError as error:
-            raise Unreadable(f"a function of its system message is not JSON: {error}") from error
+        value, end = _decoded(text, start)
         found.append(value)
         start = text.find("{", end)
     return found
@@ -450,13 +447,18 @@ def _list_within(text: str) -> list[Mapping[str, Any]]:
     opening = re.search(r"\[\s*\{\s*\"", text)
     if opening is None:
         return []
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text, opening.start())
-    except ValueError as error:
-        raise Unreadable(f"the functions of its system message are not JSON: {error}") from error
+    value, _ = _decoded(text, opening.start())
     if not all(isinstance(each, Mapping) for each in value):
         raise Unreadable("the functions of its system message are not all objects")
     return list(value)
+
+
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, and where it ends."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except ValueError as error:
+        raise Unreadable(f"a function of its system message is not JSON: {error}") from error
 
 
 def _as_object(tool: Mapping[str, Any]) -> dict[str, Any]:

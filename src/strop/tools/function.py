@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
+from strop import user_code
 from strop.errors import StropError, UserError
 from strop.registry import import_object
 from strop.sandbox.protocol import CodeRunner
@@ -131,7 +132,8 @@ def tool(function: Callable[..., Any], *, name: str | None = None, wall_s: float
         UserError: no docstring, a parameter without a type, one that cannot be passed by name, or of a type that JSON lacks.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
-    place = shown + _place_of(function)
+    where = user_code.place_of(function)
+    place = f"{shown} ({where})" if where else shown
     docstring = inspect.getdoc(function)
     if not docstring:
         raise UserError(f"tool {place}: it has no docstring. Write one: it is all that tells the policy what the tool does.")
@@ -147,12 +149,6 @@ def tool(function: Callable[..., Any], *, name: str | None = None, wall_s: float
             " lists, dataclasses or pydantic models."
         ) from error
     return FunctionTool(function, ToolSpec(name=shown, description=description, parameters=parameters), arguments, wall_s)
-
-
-def _place_of(function: Callable[..., Any]) -> str:
-    """Where `function` is written, behind its name in a message; "" of what has no line, as a callable object."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
 def _fields(function: Callable[..., Any], name: str, described: Mapping[str, str]) -> dict[str, Any]:

@@ -156,7 +156,6 @@ def read_corpus(path: Path) -> list[Passage]:
         raise UserError(f"{path}: no such corpus. Give a .jsonl file with a `text` on each line, or a directory of texts.")
     if not passages:
         raise UserError(f"{path}: no passage in it. Give a .jsonl file with a `text` on each line, or a directory of texts.")
-    _check_ids(passages, path)
     return passages
 
 
@@ -205,11 +204,3 @@ def _pages(path: Path) -> Iterator[Passage]:
         for number, page in enumerate(pages, start=1):
             if page:
                 yield Passage(id=f"{query}#{number}", title="", text=page)
-
-
-def _check_ids(passages: list[Passage], path: Path) -> None:
-    seen: set[str] = set()
-    for passage in passages:
-        if passage.id in seen:
-            raise UserError(f"{path}: two passages have the id {passage.id!r}. Give each its own id, or none.")
-        seen.add(passage.id)
