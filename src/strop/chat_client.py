@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from strop.errors import RunError
-from strop.http import JsonService, ServiceRefused, WebServiceConfig
+from strop.http import JsonService, ServiceRefused, SharedRequests, WebServiceConfig
 from strop.run_directory import read_json, write_json
 
 
@@ -59,7 +59,7 @@ class ChatClient:
         self.num_asked = 0
         """Replies that came from the service and not from disk."""
         self._service = JsonService(config, cache=config.cache)
-        self._in_flight: dict[str, asyncio.Task[Reply]] = {}
+        self._requests = SharedRequests[Reply]()
 
     async def reply(self, messages: Sequence[Mapping[str, str]], *, draw: int = 0) -> Reply:
         """The model's reply to `messages` (each with a role and a content).
@@ -81,17 +81,11 @@ class ChatClient:
         if self.config.seeded:
             body["seed"] = draw
         digest = hashlib.blake2b(json.dumps([body, draw], sort_keys=True).encode(), digest_size=16).hexdigest()
-        asking = self._in_flight.get(digest)
-        if asking is None:
-            asking = self._in_flight[digest] = asyncio.create_task(self._reply(body, digest))
-            asking.add_done_callback(lambda _: self._in_flight.pop(digest, None))
-        return await asyncio.shield(asking)  # a cancelled caller must not cancel the request of others
+        return await self._requests.ask(digest, lambda: self._reply(body, digest))
 
     async def close(self) -> None:
         """Cancel running requests. Safe to call twice."""
-        for asking in list(self._in_flight.values()):
-            asking.cancel()
-        await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
+        await self._requests.close()
         await self._service.close()
 
     async def _reply(self, body: Mapping[str, Any], digest: str) -> Reply:

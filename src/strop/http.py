@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ import httpx2
 from pydantic import Field
 
 from strop.config import Config
+from strop.deadline import clock_stopped
 from strop.errors import MachineError, UserError
 
 logger = logging.getLogger(__name__)
@@ -308,6 +309,31 @@ class Failures:
 
 AskedT = TypeVar("AskedT")
 AnswerT = TypeVar("AnswerT")
+
+
+class SharedRequests(Generic[AnswerT]):
+    """Makes equal requests of the callers of one event loop once. A request continues when a caller is cancelled."""
+
+    def __init__(self) -> None:
+        self._running: dict[Hashable, asyncio.Task[AnswerT]] = {}
+
+    async def ask(self, key: Hashable, request: Callable[[], Coroutine[Any, Any, AnswerT]]) -> AnswerT:
+        """The answer of the request that runs for `key`, or else of a new one."""
+        running = self._running.get(key)
+        is_first = running is None
+        if running is None:
+            running = self._running[key] = asyncio.create_task(request())
+            running.add_done_callback(lambda _: self._running.pop(key, None))
+        # The deadline of the first caller runs during the request; the deadlines of the others stand still.
+        with nullcontext() if is_first else clock_stopped():
+            return await asyncio.shield(running)
+
+    async def close(self) -> None:
+        """Cancel running requests. Safe to call twice."""
+        running = list(self._running.values())
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Gatherer(Generic[AskedT, AnswerT]):

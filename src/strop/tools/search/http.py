@@ -6,12 +6,10 @@ policy. Any other error status, such as 401, 404 or 410, and a server whose name
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
@@ -19,9 +17,8 @@ from urllib.parse import quote
 import httpx2
 from pydantic import Field, model_validator
 
-from strop.deadline import clock_stopped
 from strop.errors import ToolBroken, UserError
-from strop.http import PatientClient, ServiceLimits, ServiceRefused, read_key
+from strop.http import PatientClient, ServiceLimits, ServiceRefused, SharedRequests, read_key
 from strop.tools.protocol import encodable
 from strop.tools.search import Backend, Origin, Passage, QueryRefused, ResultFile, as_pages
 
@@ -112,15 +109,12 @@ class HttpSearch(Backend):
         self._key = read_key(config, config.url)
         self._cache = None if config.cache is None else ResultFile(Path(config.cache))
         self._name = _name(self._config)
-        self._requests: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._requests = SharedRequests[str]()
         self._client = PatientClient(config, max_pause_s=_MAX_PAUSE_S)
 
     async def close(self) -> None:
         """Cancel running requests."""
-        requests = list(self._requests.values())
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        await self._requests.close()
         await self._client.close()
 
     @property
@@ -137,19 +131,9 @@ class HttpSearch(Backend):
             UserError: no other query would get one either.
         """
         cached = None if self._cache is None else self._cache.get(query, Origin(self._name, top_k))
-        return await self._share(query, top_k) if cached is None else cached
-
-    async def _share(self, query: str, top_k: int) -> str:
-        """One request for all callers that ask the same at once. It continues when a caller is cancelled."""
-        key = (query, top_k)
-        request = self._requests.get(key)
-        is_first = request is None
-        if request is None:
-            request = self._requests[key] = asyncio.create_task(self._request(query, top_k))
-            request.add_done_callback(lambda _: self._requests.pop(key))
-        # The deadline of the first caller runs during the request; the deadlines of the others stand still.
-        with nullcontext() if is_first else clock_stopped():
-            return await asyncio.shield(request)
+        if cached is not None:
+            return cached
+        return await self._requests.ask((query, top_k), lambda: self._request(query, top_k))
 
     async def _request(self, query: str, top_k: int) -> str:
         text = encodable(as_pages(await self._find(query, top_k)))
