@@ -279,7 +279,7 @@ def test_what_was_kept_answers_the_service_and_the_number_of_results_that_it_was
     ]
     assert "s3cret" not in cache.read_text()
     cache.write_text('{"query": "old", "results": "Page 1", "service": "x", "top_k": "3"}\n')
-    with pytest.raises(UserError, match=r"(?s)line 1: .*top_k"):
+    with pytest.raises(UserError, match=r"(?s):1: .*top_k"):
         ResultFile(cache)
 
 
@@ -331,7 +331,7 @@ def test_a_line_whose_writer_was_killed_is_left_out_and_the_next_is_whole(tmp_pa
     asyncio.run(ResultFile(path).add("c", "3", Origin("s", 3)))
     assert read_results(path) == {"a": "1", "c": "3"}
     path.write_text('{"query": "b", "resu\n{"query": "c", "results": "3"}\n')
-    with pytest.raises(UserError, match="line 1: not"):
+    with pytest.raises(UserError, match=":1: not"):
         ResultFile(path)
 
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strop.config import Config
 from strop.errors import StropError, UserError
-from strop.run_directory import LineWriter, is_whole_line
+from strop.run_directory import LineWriter, iter_lines
 from strop.tools.protocol import encodable
 
 _PREFIX = re.compile(r"^(search )?query:\s*")
@@ -109,7 +109,7 @@ class ResultFile:
         if path.suffix != ".jsonl":
             raise UserError(f"cache is {path}: a file that results are added to is a .jsonl. Change its name.")
         self.path = path
-        self._results = {(query, origin): text for query, text, origin in (_lines(path) if path.exists() else ())}
+        self._results = {(query, origin): text for query, text, origin in _lines(path)}
 
     def get(self, query: str, origin: Origin) -> str | None:
         """The results with this origin, or with none."""
@@ -157,20 +157,13 @@ class _Line(BaseModel):
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, Origin | None]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read as search results: {error}.") from error
-    if not is_whole_line(lines[-1]):
-        del lines[-1]  # empty, or the process that wrote it was killed
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                row = _Line.model_validate(json.loads(line))
-            except (ValidationError, ValueError, RecursionError) as error:
-                raise UserError(f'{path}, line {number}: not {{"query": ..., "results": ...}}: {error}.') from error
-            origin = None if row.service is None or row.top_k is None else Origin(row.service, row.top_k)
-            yield encodable(row.query), encodable(row.results), origin
+    for number, line in enumerate(iter_lines(path), start=1):
+        try:
+            row = _Line.model_validate(line)
+        except ValidationError as error:
+            raise UserError(f'{path}:{number}: not {{"query": ..., "results": ...}}: {error}.') from error
+        origin = None if row.service is None or row.top_k is None else Origin(row.service, row.top_k)
+        yield encodable(row.query), encodable(row.results), origin
 
 
 def _similar_form(query: str) -> str:
