@@ -394,12 +394,6 @@ async def check_answers(examination: Examination) -> str:
             f"symmetric pairs are judged well, but {shown} counts as wrong: gold and answer seem to be swapped.",
             "Call the verifier as verify(gold, answer), in this order: the comparison is not symmetric.",
         )
-    weights = reward.weights
-    if weights is not None and not any(weights.get(name, 0.0) > 0 for name in parts):
-        raise Problem(
-            f"a right answer earns no more than a wrong one: the weight of {' and '.join(parts)} is 0.",
-            f"Give {next(iter(parts))} a positive weight.",
-        )
     return f"judges all {num} known answers as it should ({', '.join(parts)})"
 
 

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from strop.engine.config import EngineChoice
 from strop.engine.opening import open_engines
 from strop.engine.protocol import CompletionRequest, InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
+from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys, Product
 from strop.reports.trackers import Progress
@@ -31,11 +32,11 @@ from strop.rollout.chat_template import ChatFormat, message
 from strop.rollout.environment import ToolEnvironments, ended
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import Calls
-from strop.run_directory import LineWriter, RunDirectory
+from strop.run_directory import read_json
 from strop.sandbox.local import open_service
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import ScriptedSandbox
-from strop.stages.context import StageContext, load_chat, open_tasks
+from strop.stages.context import load_chat, open_tasks, product_of
 from strop.stages.loop.engines import prompt_lengths
 from strop.stages.model import ModelStage, find_model
 from strop.tools import open_tools
@@ -202,25 +203,14 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
     tiny = origin.config.tiny
     if tiny is not None:
         origin = origin.replaced(tiny=tiny.model_copy(update={"num_texts": min(tiny.num_texts, _NUM_TEXTS)}))
-    scripted = ScriptedSandbox(answer=lambda _: "42\n")  # texts for a tokenizer do not need a sandbox that works
-    stateless = {key: each.replaced(stateful=False) if isinstance(each, Python) else each for key, each in recipe.tools.items()}
-    async with open_tools(stateless, scripted) as tools:
-        with blaming(), closing(LineWriter(place / "events.jsonl")) as events:
-            context = StageContext(
-                name=name,
-                stage=origin,
-                recipe=recipe,
-                run=RunDirectory(place),
-                runner=scripted,
-                tools=tools,
-                open_engines=open_engines,
-                progress=Progress(),
-                trackers=(),
-                events=events,
-            )
-            made = await origin.run(context)
-    assert made.product is not None
-    return name, made.product, made.summary if tiny is None else f"a new model: {made.summary}"
+    # Texts for a tokenizer do not need a sandbox that works.
+    tools = {key: each.replaced(stateful=False) if isinstance(each, Python) else each for key, each in recipe.tools.items()}
+    only = recipe.model_copy(update={"stages": {name: origin}, "tools": tools, "trackers": (), "cluster": None})
+    runner = ScriptedSandbox(answer=lambda _: "42\n")
+    with blaming():
+        run = (await train(only, place / "model", progress=Progress(), runner=runner)).run
+    summary = read_json(run.stage(name).done)["summary"]
+    return name, product_of(run, name), summary if tiny is None else f"a new model: {summary}"
 
 
 CODE, PRINTED = "print(6*7)", "42"

@@ -15,7 +15,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import RunService, make_reward
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.environment import RolloutLimits, ToolEnvironments
+from strop.rollout.environment import Observation, RolloutLimits, ToolEnvironments
 from strop.rollout.player import checked_observation
 from strop.rollout.prompt import load_prompt
 from strop.tools.protocol import Tool
@@ -97,14 +97,19 @@ async def _call_environment(config: PlayedKeys, tasks: Sequence[Task], chat: Cha
     """Start a rollout of each task, and say its answer."""
     shared = ToolEnvironments(chat, load_prompt(config.prompt), tools, config.limits, kind=config.environment)
     for index, task in enumerate(tasks):
-        with user_code.blaming(f"for task {task.id!r}"):
-            environment = shared(task, seed=index)
-            try:
-                checked_observation(await environment.start(), environment.start, task)
-                said = completion_of(chat.completion_ids(answered(task.answer)))
-                checked_observation(await environment.step(said, num_tokens_left=_ROOM), environment.step, task)
-            finally:
-                await environment.close()
+        await _play_turn(shared, index, task, chat.completion_ids(answered(task.answer)))
+
+
+async def _play_turn(environments: ToolEnvironments, index: int, task: Task, said: tuple[int, ...]) -> Observation:
+    """Start a rollout in which the policy says these ids, and return what it observes."""
+    with user_code.blaming(f"for task {task.id!r}"):
+        environment = environments(task, seed=index)
+        try:
+            checked_observation(await environment.start(), environment.start, task)
+            observation = await environment.step(completion_of(said), num_tokens_left=_ROOM)
+            return checked_observation(observation, environment.step, task)
+        finally:
+            await environment.close()
 
 
 def _call_method(method: Method, tasks: Sequence[Task], *, group_size: int) -> None:
@@ -145,14 +150,8 @@ async def _call_tool(tool: Tool, tasks: Sequence[Task], chat: ChatFormat) -> Non
     faults = []
     for index, task in enumerate(tasks):
         arguments = {name: _example(schema, task) for name, schema in tool.spec.parameters.get("properties", {}).items()}
-        with user_code.blaming(f"for task {task.id!r}"):
-            environment = environments(task, seed=index)
-            try:
-                await environment.start()
-                said = completion_of(chat.completion_ids(environments.format.write(tool.spec.name, arguments)))
-                observation = await environment.step(said, num_tokens_left=_ROOM)
-            finally:
-                await environment.close()
+        said = chat.completion_ids(environments.format.write(tool.spec.name, arguments))
+        observation = await _play_turn(environments, index, task, said)
         for made in observation.calls:
             if made.outcome is ToolOutcome.ERROR:
                 faults.append(f"answered {made.text!r:.200} to the arguments {arguments!s:.200} for task {task.id!r}")
