@@ -8,10 +8,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -47,20 +45,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="""
-**strop** trains language models to reason with tools by reinforcement learning, with one recipe.
-
-A *recipe* is a TOML file that names stages: a model, supervised fine-tuning, evaluations, reinforcement learning. A *run* is
-a directory `runs/<name>/` with every rollout, metric, checkpoint and a `report.html`.
-
-- `strop train recipes/demo.toml` starts the run, or resumes it where it stopped.
-- `strop train recipes/demo.toml --dry-run` prints the plan: stages, batch arithmetic, tokens, memory, time.
-- `strop train recipes/demo.toml --set stages.rl.method=grpo --name grpo` changes any key.
-- `strop sweep recipes/sweeps/cs336-learning-rate.toml` runs a recipe in several arms and seeds, and draws the comparison.
-- `strop doctor recipes/demo.toml` checks a model and a recipe against each other before you spend time on them.
-
-Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you can mend (the message says how).
-""",
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
 cs336_app = typer.Typer(no_args_is_help=True, help="Help with Stanford's CS336 assignment 5.")
@@ -90,7 +74,19 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    """**strop** trains language models to reason with tools by reinforcement learning, with one recipe.
+
+    A *recipe* is a TOML file that names stages: a model, supervised fine-tuning, evaluations, reinforcement learning. A *run*
+    is a directory `runs/<name>/` with every rollout, metric, checkpoint and a `report.html`.
+
+    - `strop train recipes/demo.toml` starts the run, or resumes it where it stopped.
+    - `strop train recipes/demo.toml --dry-run` prints the plan: stages, batch arithmetic, tokens, memory, time.
+    - `strop train recipes/demo.toml --set stages.rl.method=grpo --name grpo` changes any key.
+    - `strop sweep recipes/sweeps/cs336-learning-rate.toml` runs a recipe in several arms and seeds, and draws the comparison.
+    - `strop doctor recipes/demo.toml` checks a model and a recipe against each other before you spend time on them.
+
+    Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you can mend (the message says how).
+    """
 
 
 Name = Annotated[str | None, typer.Option(help="Name of the run; the recipe's own by default.")]
@@ -258,14 +254,6 @@ def check(
     typer.echo(f"all {len(found)} functions are equal to strop's")
 
 
-class File(StrEnum):
-    """The kinds of TOML files that strop reads."""
-
-    RECIPE = "recipe"
-    SWEEP = "sweep"
-    CURATION = "curation"
-
-
 @recipe_app.callback()
 def _group() -> None:
     """Keeps `schema` a command of its own while it is the only one."""
@@ -273,19 +261,19 @@ def _group() -> None:
 
 @recipe_app.command()
 def schema(
-    file: Annotated[File, typer.Argument(help="Which kind of file the schema describes.")] = File.RECIPE,
+    file: Annotated[
+        Literal["recipe", "sweep", "curation"], typer.Argument(help="Which kind of file the schema describes.")
+    ] = "recipe",
 ) -> None:
     """Print the JSON schema of a file, for editors and for `taplo check --schema file:///PATH/schema.json FILE`."""
+    from strop.config import Config
     from strop.curation.config import CurationConfig
     from strop.pipeline.sweep_file import SweepFile
     from strop.recipe.recipe import file_schema, recipe_schema
 
-    schemas: dict[File, Callable[[], dict[str, Any]]] = {
-        File.RECIPE: recipe_schema,
-        File.SWEEP: lambda: file_schema(SweepFile),
-        File.CURATION: lambda: file_schema(CurationConfig),
-    }
-    typer.echo(json.dumps(schemas[file](), indent=2))
+    files: dict[str, type[Config]] = {"sweep": SweepFile, "curation": CurationConfig}
+    found = file_schema(files[file]) if file in files else recipe_schema()
+    typer.echo(json.dumps(found, indent=2))
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from strop.cli.common import RecipePath, on_cluster, sigterm_as_interrupt
 from strop.errors import UserError
 
 if TYPE_CHECKING:
-    from strop.cluster.placement import Node, Roles
+    from strop.cluster.placement import Roles
 
 app = typer.Typer(no_args_is_help=True, help="Start a Ray cluster on this machine, or print what starts one elsewhere.")
 
@@ -75,31 +74,29 @@ def _machines(path: Path, num: int | None, gpus: int | None) -> tuple[str, int, 
     Raises:
         UserError: a stage does not fit on `num` nodes, or on any number of nodes with so many GPUs.
     """
-    from strop.cluster.placement import Node
+    from strop.cluster.placement import planned_nodes
     from strop.pipeline.hardware import Hardware
     from strop.pipeline.plan import roles_of
     from strop.recipe.load import load_recipe
 
     recipe = load_recipe(path, on_cluster("auto"))
     devices = Hardware.named(recipe.hardware).num if recipe.hardware else 0
-    node = Node(id="", address="", name="", cpus=0.0, gpus=_GPUS, all_gpus=_GPUS)
     if gpus is None:
-        uses_gpus = any(roles_of(recipe, name, [node]).gpus for name in recipe.stages)
+        uses_gpus = any(roles_of(recipe, name, planned_nodes([_GPUS])).gpus for name in recipe.stages)
         gpus = min(devices, _GPUS) or (_GPUS if uses_gpus else 0)
     if num is None and devices and gpus:
         num = -(-devices // gpus)
-    node = replace(node, gpus=gpus, all_gpus=gpus)
-    return recipe.name, _fewest_nodes(node, [roles_of(recipe, name, [node]) for name in recipe.stages], num), gpus
+    roles = [roles_of(recipe, name, planned_nodes([gpus])) for name in recipe.stages]
+    return recipe.name, _fewest_nodes(gpus, roles, num), gpus
 
 
-def _fewest_nodes(node: Node, stages: Sequence[Roles], num: int | None) -> int:
-    """Return on how many nodes like `node` every stage fits; `num` if that is given. Raises as `place`."""
-    from strop.cluster.placement import place
+def _fewest_nodes(gpus: int, stages: Sequence[Roles], num: int | None) -> int:
+    """Return on how many nodes of so many GPUs every stage fits; `num` if that is given. Raises as `place`."""
+    from strop.cluster.placement import place, planned_nodes
 
     def place_on(num: int) -> int:
-        nodes = [replace(node, id=str(number), name=f"node {number}") for number in range(1, num + 1)]
         for roles in stages:
-            place(nodes, roles)
+            place(planned_nodes([gpus] * num, prefix="node "), roles)
         return num
 
     most = num or max(1, *(roles.ranks + roles.engines + roles.sandboxes for roles in stages))

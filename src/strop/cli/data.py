@@ -16,16 +16,19 @@ from strop.cli.common import Set
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""
-Turn published data sets into problems and conversations for training.
-
-- `strop data list` lists the data sets whose columns are known.
-- `strop data curate FILE --out DIR` applies the rules of a file to problems, and shows what each rule dropped and why.
-- `strop data convert toolace data.json sft.jsonl` turns demonstrations into one form, with JSON tool calls.
-- `strop data rewrite rows.jsonl better.jsonl --with rewrite.toml` lets a model rewrite the responses.
-- `strop data pairs candidates.jsonl pairs.jsonl --judge judge.toml` lets a judge make preference pairs for a reward model.
-""",
 )
+
+
+@app.callback()
+def _group() -> None:
+    """Turn published data sets into problems and conversations for training.
+
+    - `strop data list` lists the data sets whose columns are known.
+    - `strop data curate FILE --out DIR` applies the rules of a file to problems, and shows what each rule dropped and why.
+    - `strop data convert toolace data.json sft.jsonl` turns demonstrations into one form, with JSON tool calls.
+    - `strop data rewrite rows.jsonl better.jsonl --with rewrite.toml` lets a model rewrite the responses.
+    - `strop data pairs candidates.jsonl pairs.jsonl --judge judge.toml` lets a judge make preference pairs for a reward model.
+    """
 
 
 def _tag_name(value: str) -> str:

@@ -12,8 +12,6 @@ from typer.core import TyperGroup
 
 from strop.cli.common import DryRun, OnHardware, RecipePath, Runs, Set, print_dry_run, run_until_stopped
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
 
 class EvalGroup(TyperGroup):
     """Makes `strop eval RECIPE ...` short for `strop eval run RECIPE ...`."""
@@ -28,15 +26,18 @@ app = typer.Typer(
     cls=EvalGroup,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""
-Evaluate models, compare evaluations problem by problem, and rank them.
-
-- `strop eval recipes/eval/math.toml --stage aime24 --model DIR` evaluates a model directory (short for `eval run`).
-- `strop eval compare runs/a runs/b` tests the difference on the problems that both have.
-- `strop eval arena-hard question.jsonl ...` lets a judge compare answers with a baseline's.
-- `strop eval leaderboard runs` ranks every evaluation below a directory, on a page.
-""",
 )
+
+
+@app.callback()
+def _group() -> None:
+    """Evaluate models, compare evaluations problem by problem, and rank them.
+
+    - `strop eval recipes/eval/math.toml --stage aime24 --model DIR` evaluates a model directory (short for `eval run`).
+    - `strop eval compare runs/a runs/b` tests the difference on the problems that both have.
+    - `strop eval arena-hard question.jsonl ...` lets a judge compare answers with a baseline's.
+    - `strop eval leaderboard runs` ranks every evaluation below a directory, on a page.
+    """
 
 
 @app.command()
@@ -78,7 +79,7 @@ def run(
 def compare(
     first: Annotated[Path, typer.Argument(help="An evaluation: its run, stage, or result.json.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Another evaluation of the same problems.", metavar="B")],
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare two evaluations on the problems that both have: paired differences with intervals and permutation tests."""
     from strop.evaluation.compare import compare as compare_files
@@ -103,7 +104,6 @@ def leaderboard(
         list[Path] | None, typer.Argument(help="Directories that hold runs; default: `runs`.", metavar="DIR...")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The page; default: leaderboard.html in the first directory.")] = None,
-    as_json: Json = False,
 ) -> None:
     """Rank every evaluation below some directories within its benchmark: tables, and a page with a JSON file next to it."""
     from strop.evaluation.results import gather
@@ -116,9 +116,6 @@ def leaderboard(
     page = out or places[0] / "leaderboard.html"
     write_text(page, leaderboard_page(board))
     write_json(page.with_suffix(".json"), board.as_json())
-    if as_json:
-        typer.echo(json.dumps(board.as_json(), indent=2))
-        return
     for benchmark, entries in board.benchmarks.items():
         typer.echo(printable(f"\n{benchmark}"))
         table = leaderboard_table(entries)

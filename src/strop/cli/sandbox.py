@@ -55,14 +55,18 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""
-Run untrusted programs, on this machine or as a service for many trainers.
-
-- `strop sandbox check` attacks the sandbox of this machine and prints which level of isolation holds.
-- `strop sandbox run file.py` runs one program in it.
-- `strop sandbox serve` offers it over HTTP. A recipe can name the services of several machines.
-""",
 )
+
+
+@app.callback()
+def _group() -> None:
+    """Run untrusted programs, on this machine or as a service for many trainers.
+
+    - `strop sandbox check` attacks the sandbox of this machine and prints which level of isolation holds.
+    - `strop sandbox run file.py` runs one program in it.
+    - `strop sandbox serve` offers it over HTTP. A recipe can name the services of several machines.
+    """
+
 
 _EXIT_TIMEOUT, _EXIT_KILLED, _EXIT_OURS = 124, 137, 125  # as timeout(1), a shell and docker use them
 

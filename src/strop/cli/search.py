@@ -11,12 +11,16 @@ import typer
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""
-Search your own corpus as the search tool does.
-
-- `strop search ask corpus.jsonl "height of Mont Blanc"` shows the text that a policy would read.
-""",
 )
+
+
+@app.callback()
+def _group() -> None:
+    """Search your own corpus as the search tool does.
+
+    - `strop search ask corpus.jsonl "height of Mont Blanc"` shows the text that a policy would read.
+    """
+
 
 Corpus = Annotated[Path, typer.Argument(help="A .jsonl with a `text` on each line, a directory of texts, or cached results.")]
 Language = Annotated[str, typer.Option(help="Language of the Snowball stemmer; none does not stem.")]

@@ -55,12 +55,7 @@ def simulate(
         raise UserError(f"--oversubscription {oversubscription:g} has no effect on slots. Give --kv-tokens as well.")
     if trace in TRACES:
         group_size = min(_GROUP_SIZE, rollouts)
-        num_groups = -(-rollouts // group_size)
-        if num_groups * group_size != rollouts:
-            typer.echo(
-                f"{rollouts} is not a multiple of the group size {group_size}: simulating {num_groups * group_size} rollouts."
-            )
-        simulated = TRACES[trace](num_groups=num_groups, group_size=group_size, seed=seed)
+        simulated = TRACES[trace](num_groups=-(-rollouts // group_size), group_size=group_size, seed=seed)
     else:
         simulated = load_trace(Path(trace))
     measured = load_timing() if timing is None else load_timing(timing)

@@ -145,14 +145,7 @@ class Actors:
 
         Raises what all of them raise, and `ActorsLost`.
         """
-        with self._lock:
-            if self._lost:
-                raise ActorsLost(self._lost)
-            refs = [
-                actor.make.remote(pickle.dumps((kind, arguments)))
-                for actor, arguments in zip(self._actors, arguments_of, strict=True)
-            ]
-            self._collect("start", refs)
+        self._on_all("start", [pickle.dumps((kind, arguments)) for arguments in arguments_of], is_start=True)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Return the first process's result when all have answered.
@@ -168,11 +161,7 @@ class Actors:
                 f"{name}: {error}: this cannot be sent to {self._what}'s processes. Pass functions of a module, or methods of a"
                 " value that can be pickled; no lambda and no local function."
             ) from error
-        with self._lock:
-            if self._lost:
-                raise ActorsLost(self._lost)
-            shared = self._ray.put(message)  # one copy for all processes of a machine
-            return self._collect(name, [actor.call.remote(shared) for actor in self._actors])
+        return self._on_all(name, [message] * len(self._actors))
 
     def nodes_elsewhere(self) -> list[Node | None]:
         """Return the node of each process; None is this machine."""
@@ -199,6 +188,15 @@ class Actors:
         finally:
             if is_idle:
                 self._lock.release()
+
+    def _on_all(self, call: str, messages: Sequence[bytes], *, is_start: bool = False) -> Any:
+        with self._lock:
+            if self._lost:
+                raise ActorsLost(self._lost)
+            copies = {message: self._ray.put(message) for message in messages}  # one for all processes of a machine
+            hosts = [actor.make if is_start else actor.call for actor in self._actors]
+            refs = [host.remote(copies[message]) for host, message in zip(hosts, messages, strict=True)]
+            return self._collect(call, refs)
 
     def _collect(self, call: str, refs: list[Any]) -> Any:
         answers: dict[int, Any] = {}

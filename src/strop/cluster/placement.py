@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -42,6 +42,14 @@ class Node:
 
     def __str__(self) -> str:
         return self.name
+
+
+def planned_nodes(gpus: Iterable[int], *, prefix: str = "") -> list[Node]:
+    """Return nodes that need not exist, with so many free GPUs each. Their names are numbers after `prefix`."""
+    return [
+        Node(id=str(number), address="", name=f"{prefix}{number}", cpus=0.0, gpus=num, all_gpus=num)
+        for number, num in enumerate(gpus, start=1)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

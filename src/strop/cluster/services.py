@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from strop.cluster.actor import Actor
 from strop.cluster.connection import Connection
@@ -16,6 +16,9 @@ from strop.errors import MachineError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import CodeService
 
+if TYPE_CHECKING:
+    from strop.sandbox.server.server import CodeServer
+
 _CLOSE_S = 15.0
 _PAUSE_S = 5.0  # before a service that did not start is started again
 
@@ -23,24 +26,21 @@ _PAUSE_S = 5.0  # before a service that did not start is started again
 class _Hosted:
     """What runs in the process."""
 
-    def __init__(self, server: contextlib.AsyncExitStack, url: str) -> None:
-        self._server, self._url = server, url
+    def __init__(self, server: CodeServer) -> None:
+        self._server = server
 
     @classmethod
     async def open(cls, keys: Mapping[str, Any], address: str, token: str) -> Self:
         from strop.sandbox.server.server import CodeServer, ServeConfig
 
-        async with contextlib.AsyncExitStack() as opening:
-            served = ServeConfig(host=address, port=0, token=token, node=SandboxConfig(**keys), grace_s=0.0)
-            server = await opening.enter_async_context(CodeServer(served))
-            return cls(opening.pop_all(), server.url)
-        raise AssertionError  # an exit stack passes on what is raised
+        served = ServeConfig(host=address, port=0, token=token, node=SandboxConfig(**keys), grace_s=0.0)
+        return cls(await CodeServer(served).__aenter__())
 
     async def url(self) -> str:
-        return self._url
+        return self._server.url
 
     async def close(self) -> None:
-        await self._server.aclose()
+        await self._server.__aexit__(None, None, None)
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from strop.cluster.placement import Node
+from strop.cluster.placement import Node, planned_nodes
 from strop.config import Config, load_toml, validate
 from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
 from strop.errors import ConfigError, did_you_mean
@@ -84,11 +84,8 @@ class Hardware:
 
     def nodes(self) -> list[Node]:
         """Return machines of eight devices that hold them all."""
-        sizes = [min(_DEVICES_OF_A_MACHINE, self.num - first) for first in range(0, self.num, _DEVICES_OF_A_MACHINE)]
-        return [
-            Node(id=str(number), address="", name=str(number), cpus=0.0, gpus=size, all_gpus=size)
-            for number, size in enumerate(sizes, 1)
-        ]
+        firsts = range(0, self.num, _DEVICES_OF_A_MACHINE)
+        return planned_nodes(min(_DEVICES_OF_A_MACHINE, self.num - first) for first in firsts)
 
     @property
     def is_several_machines(self) -> bool:
