@@ -28,8 +28,6 @@ def sweep_run(arm, seed, result):
         state=State.DONE if has_ended else State.FAILED,
         failure="" if has_ended else "exit code 1",
         result=result,
-        low=None,
-        high=None,
         steps=steps if has_ended else {},
     )
 

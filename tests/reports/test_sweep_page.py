@@ -29,8 +29,6 @@ def run(seed, result, steps, *, state=State.DONE):
         state=state,
         failure="",
         result=result,
-        low=None,
-        high=None,
         steps={
             number: {"time/step_s": time_s} | ({} if value is None else {METRIC: value})
             for number, (time_s, value) in enumerate(steps, start=1)
@@ -59,7 +57,7 @@ def test_a_run_whose_evaluation_is_stale_has_no_result(tmp_path):
     assert read_sweep_run(written, **words).result == 0.842
     write_json(written.stage("after").stale, {"because": "rl was made anew"})
     stale = read_sweep_run(written, **words)
-    assert (stale.result, stale.low, stale.high) == (None, None, None)
+    assert stale.result is None
 
 
 def test_the_interval_over_seeds_is_students():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from strop.config import import_code, nearest_file
 from strop.engine.config import AnyEngine, ServerConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, NotThere, UserError
-from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
+from strop.pipeline.hardware import Hardware, cost_here, cost_on
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Product
 from strop.reports.terminal import PlannedStage
@@ -48,17 +48,28 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: 
     hardware = Hardware.named(recipe.hardware) if recipe.hardware else None
     not_there = check_stages(recipe, wanted, is_plan=True)
     rate = _matmul_flops() if hardware is None else 0.0
-    sizes: dict[str, Model] = {}
-
-    def cost_of(name: str, estimate: Estimate, size: Model) -> Cost:
-        engine = recipe.for_stage(name).engine
-        return cost_here(estimate, engine, size, rate) if hardware is None else cost_on(hardware, name, estimate, engine, size)
-
+    sizes = {origin: recipe.stages[origin].size() for origin in dict.fromkeys(map(recipe.origin_of, wanted))}
     placements = _placements(recipe, wanted, hardware)
-    return [
-        _planned(recipe, name, sizes, cost_of, (*(f"node {line}" for line in placements.get(name, ())), *not_there[name]))
-        for name in wanted
-    ]
+    planned = []
+    for name in wanted:
+        size, engine = sizes[recipe.origin_of(name)], recipe.for_stage(name).engine
+        estimate = _estimate(recipe, name, size)
+        cost = cost_here(estimate, engine, size, rate) if hardware is None else cost_on(hardware, name, estimate, engine, size)
+        nodes = (f"node {line}" for line in placements.get(name, ()))
+        planned.append(
+            PlannedStage(
+                name=name,
+                kind=recipe.stages[name].kind,
+                init=", ".join(each.stage for each in recipe.stages[name].inputs()),
+                arithmetic=estimate.arithmetic,
+                tokens=estimate.tokens,
+                memory_mib=cost.memory_mib,
+                time_s=cost.time_s if estimate.time_limit_s is None else min(cost.time_s, estimate.time_limit_s),
+                problem=cost.problem,
+                schedule=(*estimate.lines, *_other_terms(recipe, name), *cost.lines, *nodes, *not_there[name]),
+            )
+        )
+    return planned
 
 
 def check_stages(
@@ -182,33 +193,13 @@ def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
     )
 
 
-def _planned(
-    recipe: Recipe,
-    name: str,
-    sizes: dict[str, Model],
-    cost_of: Callable[[str, Estimate, Model], Cost],
-    lines: Sequence[str],
-) -> PlannedStage:
-    stage, origin = recipe.stages[name], recipe.origin_of(name)
-    if origin not in sizes:
-        sizes[origin] = recipe.stages[origin].size()
-    size = sizes[origin]
-    what = f"{type(stage).__qualname__}.plan"
+def _estimate(recipe: Recipe, name: str, size: Model) -> Estimate:
+    """What the stage's own plan says. Raises `ConfigError` for a mistake in a user's plan."""
+    stage = recipe.stages[name]
     with user_code.blaming():
         estimate = stage.plan(name, recipe.for_stage(name), Machine(model=size))
-    user_code.expect(estimate, Estimate, stage.plan, what=what)
-    cost = cost_of(name, estimate, size)
-    return PlannedStage(
-        name=name,
-        kind=stage.kind,
-        init=", ".join(each.stage for each in stage.inputs()),
-        arithmetic=estimate.arithmetic,
-        tokens=estimate.tokens,
-        memory_mib=cost.memory_mib,
-        time_s=cost.time_s if estimate.time_limit_s is None else min(cost.time_s, estimate.time_limit_s),
-        problem=cost.problem,
-        schedule=(*estimate.lines, *_other_terms(recipe, name), *cost.lines, *lines),
-    )
+    user_code.expect(estimate, Estimate, stage.plan, what=f"{type(stage).__qualname__}.plan")
+    return estimate
 
 
 def _other_terms(recipe: Recipe, name: str) -> Iterator[str]:

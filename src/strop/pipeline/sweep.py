@@ -33,7 +33,6 @@ from strop.run_directory import RunDirectory, read_json, write_json, write_text,
 from strop.runs.lineage import copy_stages, num_common, num_done
 from strop.runs.manifest import check_directory, differences, locked, shown, write_manifest
 
-FORMAT_VERSION = 1
 _TRAIN = (sys.executable, "-m", "strop.cli")
 _SHOW_S = 1.0  # between two updates of the line that shows the active runs
 _LOOK_S = 0.1  # between two looks whether a process has ended
@@ -214,7 +213,6 @@ def print_arms(sweep: Sweep, directory: Path, *, console: Console | None = None)
 def write_arms(sweep: Sweep, directory: Path, *, command: str) -> None:
     """Record the sweep in `arms.json`."""
     content = {
-        "format": FORMAT_VERSION,
         "name": sweep.file.name,
         "command": command,
         "file": str(sweep.path),

@@ -16,28 +16,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from strop.reports import trackers
-from strop.reports.evaluations import benchmark_table
+from strop.reports.evaluations import benchmark_table, interval, shown
 from strop.reports.log import why_stale
-from strop.reports.number_format import Table, Unit, duration, figure
+from strop.reports.number_format import Table, Unit, duration, figure, unit_of
+from strop.reports.panels import PANELS
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
 
-_SHOWN = {  # metric -> its text in a line, and its unit
-    "rollout/reward_mean": ("reward {}", Unit.PLAIN),
-    "validation/accuracy": ("validated {}", Unit.PERCENT),
-    "rollout/kept_fraction": ("kept {}", Unit.PERCENT),
-    "rollout/tool_error_rate": ("tool errors {}", Unit.PERCENT),
-    "rollout/length_tokens_mean": ("length {}", Unit.PLAIN),
-    "branching/calls_saved_fraction": ("branches save {} of calls", Unit.PERCENT),
-    "branching/sampled_saved_fraction": ("{} of sampled tokens", Unit.PERCENT),
-    "branching/prefilled_saved_fraction": ("{} of observed tokens", Unit.PERCENT),
-    "sft/loss": ("loss {}", Unit.PLAIN),
-    "dpo/loss": ("loss {}", Unit.PLAIN),
-    "dpo/accuracy": ("accuracy {}", Unit.PERCENT),
-    "validation/pair_accuracy": ("validated {}", Unit.PERCENT),
-    "rollout/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
-    "sft/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
-}
 _NUMBERS_WIDTH = 66  # of all columns of the final table but the first
 _LINES_PER_STAGE = 20  # of a stage with quick steps
 
@@ -144,7 +129,8 @@ class ConsoleProgress(trackers.Progress, AbstractContextManager["ConsoleProgress
             self._bars.update(stage.bar, completed=step, left=left)
         if not self._is_worth_a_line(stage, step, metrics):
             return
-        parts = [text.format(figure(metrics[key], unit)) for key, (text, unit) in _SHOWN.items() if key in metrics]
+        shown = ((key, text) for key, text in PANELS.progress.items() if key in metrics)
+        parts = [text.format(figure(metrics[key], unit_of(key))) for key, text in shown]
         width = len(str(stage.total))
         self._say("   ".join([f"  {step:>{width}}/{stage.total}", *parts, *([left] if left else [])]))
 
@@ -168,10 +154,10 @@ class ConsoleProgress(trackers.Progress, AbstractContextManager["ConsoleProgress
             names = [str(result.get("stage", "")) for result in results]
             stale = {name for name in names if name and why_stale(RunDirectory(report.parent).stage(name))}
             print_table(_result_table(results, stale, width=self._console.width), console=self._console, wrapped=("stage",))
-            shown = [
+            comparable = [
                 each for each in results if {"init", "benchmark", "accuracy"} <= each.keys() and each["stage"] not in stale
             ]
-            real = [each for each in shown if each.get("tools", "real") == "real"]
+            real = [each for each in comparable if each.get("tools", "real") == "real"]
             if table := benchmark_table((each["init"], each["benchmark"], each) for each in real):
                 self._console.print()
                 print_table(table, console=self._console)
@@ -199,27 +185,22 @@ def _result_table(results: Sequence[Mapping[str, Any]], stale: Set[str], *, widt
 
     Numbers are never broken; a name longer than the rest of `width` is, after a hyphen if it has one.
     """
-    score = "accuracy" if any("accuracy" in result for result in results) else "mean reward"
-    columns = ("stage", score, "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
+    has_accuracy = any("accuracy" in result for result in results)
     room = max(12, width - _NUMBERS_WIDTH)
     rows = []
     for result in results:
         name = str(result.get("stage", ""))
-        reward = _shown(result, "reward_mean", Unit.PLAIN)
-        has_interval = "accuracy_low" in result and "accuracy_high" in result
+        reward = shown(result, "reward_mean", Unit.PLAIN)
+        score = shown(result, "accuracy") if "accuracy" in result else f"reward {reward}" if has_accuracy else reward
         rows.append(
-            (
-                "\n".join(textwrap.wrap(f"{name} (stale)" if name in stale else name, room)),
-                _shown(result, "accuracy") if "accuracy" in result else f"reward {reward}" if score == "accuracy" else reward,
-                f"{_shown(result, 'accuracy_low')} – {_shown(result, 'accuracy_high')}" if has_interval else "–",
-                "no tool\ncalls" if result.get("tool_calls_mean") == 0 else _shown(result, "tool_error_rate"),
-                _shown(result, "tool_error_rate_correct"),
-                _shown(result, "length_tokens_mean", Unit.PLAIN),
-                _shown(result, "truncated_fraction"),
-            )
+            {
+                "stage": "\n".join(textwrap.wrap(f"{name} (stale)" if name in stale else name, room)),
+                "accuracy" if has_accuracy else "mean reward": score,
+                "95% interval": interval(result),
+                "tool\nerrors": "no tool\ncalls" if result.get("tool_calls_mean") == 0 else shown(result, "tool_error_rate"),
+                "when\nright": shown(result, "tool_error_rate_correct"),
+                "tokens": shown(result, "length_tokens_mean", Unit.PLAIN),
+                "truncated": shown(result, "truncated_fraction"),
+            }
         )
-    return Table(columns=columns, rows=tuple(rows))
-
-
-def _shown(result: Mapping[str, Any], key: str, unit: Unit = Unit.PERCENT) -> str:
-    return figure(result[key], unit) if key in result else "–"
+    return Table.of(rows)

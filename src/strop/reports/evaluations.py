@@ -15,10 +15,7 @@ _NONE = "–"
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return one row a metric: both values, their difference, its interval and p-value, and its sign in how many problems."""
-    return Table(
-        columns=("metric", "first", "second", "difference", "95% interval", "p", "up/down"),
-        rows=tuple(_comparison_row(each) for each in comparison.metrics),
-    )
+    return Table.of(map(_comparison_row, comparison.metrics))
 
 
 def benchmark_table(results: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Table | None:
@@ -55,21 +52,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 def leaderboard_table(entries: Sequence[Entry]) -> Table:
     """Return the entries of one benchmark in their order."""
-    return Table(
-        columns=(
-            "run",
-            "pass@1",
-            "95% interval",
-            "pass@k",
-            "maj@k",
-            "tasks × k",
-            "length",
-            "truncated",
-            "tool errors",
-            "settings",
-        ),
-        rows=tuple(_entry_row(each) for each in entries),
-    )
+    return Table.of(map(_entry_row, entries))
 
 
 def leaderboard_page(board: Leaderboard) -> str:
@@ -78,18 +61,18 @@ def leaderboard_page(board: Leaderboard) -> str:
     return render("leaderboard.html.j2", board=board, num=num, table_of=leaderboard_table)
 
 
-def _comparison_row(metric: MetricComparison) -> tuple[str, ...]:
+def _comparison_row(metric: MetricComparison) -> dict[str, str]:
     unit = Unit.PERCENT if metric.is_share else Unit.PLAIN
     difference = metric.paired.difference
-    return (
-        metric.metric,
-        figure(metric.first, unit),
-        figure(metric.second, unit),
-        _signed(difference.mean, unit),
-        f"{_signed(difference.low, unit)} to {_signed(difference.high, unit)}",
-        "< 0.001" if metric.paired.p_value < 0.001 else f"{metric.paired.p_value:.3f}",
-        f"{metric.paired.num_better}/{metric.paired.num_worse}",
-    )
+    return {
+        "metric": metric.metric,
+        "first": figure(metric.first, unit),
+        "second": figure(metric.second, unit),
+        "difference": _signed(difference.mean, unit),
+        "95% interval": f"{_signed(difference.low, unit)} to {_signed(difference.high, unit)}",
+        "p": "< 0.001" if metric.paired.p_value < 0.001 else f"{metric.paired.p_value:.3f}",
+        "up/down": f"{metric.paired.num_better}/{metric.paired.num_worse}",
+    }
 
 
 def _signed(value: float, unit: Unit) -> str:
@@ -97,25 +80,31 @@ def _signed(value: float, unit: Unit) -> str:
     return f"+{text}" if value > 0 and text.strip("0.%") else text
 
 
-def _entry_row(entry: Entry) -> tuple[str, ...]:
+def _entry_row(entry: Entry) -> dict[str, str]:
     result = entry.result
-    interval = (
-        f"{figure(result['accuracy_low'], Unit.PERCENT)} – {figure(result['accuracy_high'], Unit.PERCENT)}"
-        if "accuracy_low" in result and "accuracy_high" in result
-        else _NONE
-    )
-    return (
-        entry.name,
-        _accuracy(result),
-        interval,
-        _pass_at_k(result),
-        _share(result, "maj_at_k"),
-        f"{result.get('num_tasks', '?')} × {result.get('k', '?')}",
-        figure(result["length_tokens_mean"]) if "length_tokens_mean" in result else _NONE,
-        _share(result, "truncated_fraction"),
-        _share(result, "tool_error_rate"),
-        _settings(result),
-    )
+    return {
+        "run": entry.name,
+        "pass@1": _accuracy(result),
+        "95% interval": interval(result),
+        "pass@k": _pass_at_k(result),
+        "maj@k": shown(result, "maj_at_k"),
+        "tasks × k": f"{result.get('num_tasks', '?')} × {result.get('k', '?')}",
+        "length": shown(result, "length_tokens_mean", Unit.PLAIN),
+        "truncated": shown(result, "truncated_fraction"),
+        "tool errors": shown(result, "tool_error_rate"),
+        "settings": _settings(result),
+    }
+
+
+def shown(result: Mapping[str, Any], key: str, unit: Unit = Unit.PERCENT) -> str:
+    """Return a figure of an evaluation as a cell of a table, also if it has none."""
+    return figure(result[key], unit) if key in result else _NONE
+
+
+def interval(result: Mapping[str, Any]) -> str:
+    """Return the interval of an evaluation's accuracy as a cell of a table."""
+    has_both = "accuracy_low" in result and "accuracy_high" in result
+    return f"{shown(result, 'accuracy_low')} – {shown(result, 'accuracy_high')}" if has_both else _NONE
 
 
 def _accuracy(result: Mapping[str, Any]) -> str:
@@ -141,11 +130,7 @@ def _settings(result: Mapping[str, Any]) -> str:
 def _pass_at_k(result: Mapping[str, Any]) -> str:
     """Return pass@k, with the number of problems that have too few attempts for it."""
     below = int(result.get("num_tasks_below_k", 0))
-    return _share(result, "pass_at_k") + (f" (without {below})" if below else "")
-
-
-def _share(result: Mapping[str, Any], key: str) -> str:
-    return figure(result[key], Unit.PERCENT) if key in result else _NONE
+    return shown(result, "pass_at_k") + (f" (without {below})" if below else "")
 
 
 def _setting(value: Any) -> str:

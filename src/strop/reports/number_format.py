@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +22,12 @@ class Table:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, str]]) -> Table:
+        """Return the table of rows whose cells are named by their columns; all rows have the same."""
+        rows = list(rows)
+        return cls(columns=tuple(rows[0]) if rows else (), rows=tuple(tuple(row.values()) for row in rows))
 
 
 _SHARES = (
@@ -75,18 +82,14 @@ def tick_labels(ticks: list[float], unit: Unit) -> list[str]:
     scale = 100 if unit is Unit.PERCENT else 1
     suffix = {Unit.PERCENT: "%", Unit.SECONDS: " s", Unit.PLAIN: ""}[unit]
     largest = max(abs(tick) for tick in ticks) * scale
+    divisor, mark = 1.0, ""
     if largest >= 1e7 or step * scale < 1e-4:
         exponent = math.floor(math.log10(largest) + 1e-9)
-        decimals = _decimals(step * scale / 10.0**exponent)
-        return [
-            _signed(f"{tick * scale / 10.0**exponent:.{decimals}f}e{exponent}") + suffix if tick else "0" + suffix
-            for tick in ticks
-        ]
-    if largest >= 10_000:
-        decimals = _decimals(step / 1000)
-        return [_signed(f"{tick / 1000:,.{decimals}f}k") + suffix if tick else "0" + suffix for tick in ticks]
-    decimals = _decimals(step * scale)
-    return [_signed(f"{tick * scale:,.{decimals}f}") + suffix for tick in ticks]
+        divisor, mark = 10.0**exponent, f"e{exponent}"
+    elif largest >= 10_000:
+        divisor, mark = 1000.0, "k"
+    decimals = _decimals(step * scale / divisor)
+    return [(_signed(f"{tick * scale / divisor:,.{decimals}f}{mark}") if tick or not mark else "0") + suffix for tick in ticks]
 
 
 def figure(value: float, unit: Unit = Unit.PLAIN) -> str:

@@ -115,18 +115,15 @@ def _verdict_without_pair(log: RunLog) -> Verdict:
 
 def stages_table(stages: Sequence[StageLog]) -> Table:
     """Return a row for each stage: what it reads, by key, how far it has come, and what it took."""
-    rows = [(each.name, each.kind, _inputs(each), _state(each), _work(each)) for each in stages]
-    return Table(columns=("stage", "kind", "reads", "state", "work"), rows=tuple(rows))
+    return Table.of(map(_stage_row, stages))
 
 
-def _inputs(stage: StageLog) -> str:
-    return ", ".join(f"{name} ({key})" for key, names in stage.inputs.items() for name in names)
-
-
-def _state(stage: StageLog) -> str:
-    return f"{_MARKS[stage.state]}{stage.state}" + (f": {stage.why_stale}" if stage.why_stale else "")
-
-
-def _work(stage: StageLog) -> str:
+def _stage_row(stage: StageLog) -> dict[str, str]:
     steps = [counted(len(stage.steps), "step")] if stage.steps else []
-    return ", ".join([*steps, *stage.hours, *stage.utilisation]) + "".join(f"; on {node}" for node in stage.nodes)
+    return {
+        "stage": stage.name,
+        "kind": stage.kind,
+        "reads": ", ".join(f"{name} ({key})" for key, names in stage.inputs.items() for name in names),
+        "state": f"{_MARKS[stage.state]}{stage.state}" + (f": {stage.why_stale}" if stage.why_stale else ""),
+        "work": ", ".join([*steps, *stage.hours, *stage.utilisation]) + "".join(f"; on {node}" for node in stage.nodes),
+    }

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import Field
-
 from strop.config import Config, load_toml, validate
 from strop.evaluation.metrics import BUCKETS, DURATIONS
 from strop.reports.log import Metrics, RunLog, StageLog
@@ -24,14 +22,14 @@ class Panel(Config):
     """One plot to draw."""
 
     title: str
-    metrics: dict[str, str] = Field(description="The name of each metric's line.")
-    note: str = Field(default="", description="What to look for, in a sentence.")
-    interval: tuple[str, str] | None = Field(default=None, description="The metrics of the band around its one line.")
+    metrics: dict[str, str]  # the name of each metric's line
+    note: str = ""  # what to look for, in a sentence
+    interval: tuple[str, str] | None = None  # the metrics of the band around its one line
     look: Look = Look.LINE
-    from_zero: bool = Field(default=True, description="Its axis contains 0.")
-    needs_tool_calls: bool = Field(default=False, description="Its metrics are absent without a tool call.")
-    is_by_time: bool = Field(default=False, description="Against the seconds of training, where a stage logs them.")
-    of: tuple[str, ...] = Field(default=("",), description="It is drawn where a metric was logged whose name begins so.")
+    from_zero: bool = True  # its axis contains 0
+    needs_tool_calls: bool = False  # its metrics are absent without a tool call
+    is_by_time: bool = False  # against the seconds of training, where a stage logs them
+    of: tuple[str, ...] = ("",)  # it is drawn where a metric was logged whose name begins so
 
     @property
     def unit(self) -> Unit:
@@ -42,9 +40,9 @@ class SectionKeys(Config):
     """Panels under one heading."""
 
     title: str
-    of: tuple[str, ...] = Field(default=(), description="It shows the stages that logged such a metric other than 0.")
-    is_open: bool = Field(default=True, description="Unfolded. The first section of a page always is.")
-    has_durations: bool = Field(default=False, description="Has a panel of durations for each tool as well.")
+    of: tuple[str, ...] = ()  # it shows the stages that logged such a metric other than 0
+    is_open: bool = True  # unfolded; the first section of a page always is
+    has_durations: bool = False  # has a panel of durations for each tool as well
     panels: tuple[str, ...]
 
 
@@ -53,6 +51,8 @@ class Panels(Config):
 
     optional: tuple[str, ...]
     hidden: tuple[str, ...]
+    progress: dict[str, str]
+    sweep: tuple[str, ...]
     across: SectionKeys
     sections: tuple[SectionKeys, ...]
     panels: dict[str, Panel]

@@ -86,7 +86,6 @@ class Plot:
     x_low: float | None = None  # an axis reaches at least this far; None: as far as the figures go
     x_high: float | None = None
     y_low: float | None = None
-    y_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,7 @@ def _frame(
     ]
     ys += [edge for each in series for _, low, high in each.band for edge in (low, high)]
     ys += [0.0] if any(each.look is Look.AREA for each in series) else []
-    ys += [bound for bound in (plot.y_low, plot.y_high) if bound is not None]
+    ys += [] if plot.y_low is None else [plot.y_low]
     y_low, y_high = min(ys), max(ys)
     if y_low == y_high == 0:
         y_high = 1.0

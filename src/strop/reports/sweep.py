@@ -20,27 +20,13 @@ from strop.evaluation.statistics import Estimate, mean_of_seeds
 from strop.reports.html import render
 from strop.reports.log import Metrics, read_run
 from strop.reports.number_format import Table, duration, figure, unit_of
+from strop.reports.panels import PANELS
 from strop.reports.plots import Curves, Point, drawings_of
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
 
-FORMAT_VERSION = 1
 _NOTHING = "–"
 _TAIL_BYTES = 65_536  # of metrics.jsonl, read for the last step
-
-USUAL_CURVES = (
-    "validation/accuracy",
-    "rollout/accuracy",
-    "rollout/reward_mean",
-    "rollout/tool_error_rate",
-    "rollout/length_tokens_mean",
-    "policy/entropy_nats",
-    "update/grad_norm",
-    "policy/clip_fraction_low",
-    "policy/clip_fraction_high",
-    "sft/loss",
-)
-"""Drawn where a sweep names no curves, if a run logged them and not every value is 0."""
 
 
 class State(StrEnum):
@@ -62,8 +48,6 @@ class SweepRun:
     state: State
     failure: str  # the error of a failed run
     result: float | None
-    low: float | None  # of the evaluation's own interval, over its tasks
-    high: float | None
     steps: Mapping[int, Metrics]  # of the stage that is compared
 
     @property
@@ -137,7 +121,7 @@ class SweepLog:
         if self.curves:
             return self.curves
         steps = [metrics for run in self.runs for metrics in run.steps.values()]
-        return tuple(metric for metric in USUAL_CURVES if any(metrics.get(metric) for metrics in steps))
+        return tuple(metric for metric in PANELS.sweep if any(metrics.get(metric) for metrics in steps))
 
 
 def read_sweep_run(
@@ -153,15 +137,13 @@ def read_sweep_run(
         figures = next((each.figures for each in log.current_evaluations if each.stage == name), {})
         if not result and steps and state is State.DONE:  # the recipe has no evaluation
             figures = steps[max(steps)]
-            metric = next((each for each in (*curves, *USUAL_CURVES) if each in figures), "")
+            metric = next((each for each in (*curves, *PANELS.sweep) if each in figures), "")
     return SweepRun(
         seed=seed,
         name=run.path.name,
         state=state,
         failure=failure,
         result=figures.get(metric),
-        low=figures.get(f"{metric}_low"),
-        high=figures.get(f"{metric}_high"),
         steps=steps,
     )
 
@@ -196,27 +178,34 @@ def _arm_curves(arm: SweepArm, metric: str, *, by_time: bool) -> list[list[Point
 
 def results_table(log: SweepLog) -> Table:
     """Return one row an arm: the result over its seeds, the difference from the first arm, time and tokens."""
+    return Table.of(_row(log, arm) for arm in log.arms)
+
+
+def _row(log: SweepLog, arm: SweepArm) -> dict[str, str]:
     baseline = log.arms[0]
-    name = log.result.partition(".")[2] or "last step"
-    columns = ("arm", name, "95% interval", "range", f"above {baseline.name}", "seeds", "time", "tokens")
-    return Table(columns=columns, rows=tuple(_row(log, arm, baseline) for arm in log.arms))
-
-
-def _row(log: SweepLog, arm: SweepArm, baseline: SweepArm) -> tuple[str, ...]:
     found = _arm_json(arm, baseline)
-    mean = _shown(log, found["mean"]) if "mean" in found else _NOTHING
-    interval = f"{_shown(log, found['low'])} – {_shown(log, found['high'])}" if "low" in found else _NOTHING
-    values_range = f"{_shown(log, found['min'])} – {_shown(log, found['max'])}" if "min" in found else _NOTHING
     above = _NOTHING
     if over := found.get("above"):
-        above = f"{_shown(log, over['mean'])} [{_shown(log, over['low'])}, {_shown(log, over['high'])}]"
+        above = f"{shown(log, over['mean'])} [{_bounds(log, over, 'low', 'high', ', ')}]"
     done = [run for run in arm.runs if run.state is State.DONE]
-    time = duration(sum(run.time_s for run in done) / len(done)) if done else _NOTHING
-    tokens = f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else _NOTHING
-    return (arm.name, mean, interval, values_range, above, f"{found['num_seeds']} of {len(arm.runs)}", time, tokens)
+    return {
+        "arm": arm.name,
+        log.result.partition(".")[2] or "last step": shown(log, found.get("mean")),
+        "95% interval": _bounds(log, found, "low", "high"),
+        "range": _bounds(log, found, "min", "max"),
+        f"above {baseline.name}": above,
+        "seeds": f"{found['num_seeds']} of {len(arm.runs)}",
+        "time": duration(sum(run.time_s for run in done) / len(done)) if done else _NOTHING,
+        "tokens": f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else _NOTHING,
+    }
 
 
-def _shown(log: SweepLog, value: float | None) -> str:
+def _bounds(log: SweepLog, found: Mapping[str, Any], low: str, high: str, between: str = " – ") -> str:
+    return f"{shown(log, found[low])}{between}{shown(log, found[high])}" if low in found else _NOTHING
+
+
+def shown(log: SweepLog, value: float | None) -> str:
+    """Return a result as a cell of a table."""
     return _NOTHING if value is None else figure(value, unit_of(log.result))
 
 
@@ -239,14 +228,13 @@ def sweep_page(log: SweepLog) -> str:
         num_seeds=len(log.arms[0].runs),
         results=results_table(log),
         sections=sections,
-        shown=partial(_shown, log),
+        shown=partial(shown, log),
     )
 
 
 def sweep_json(log: SweepLog) -> dict[str, Any]:
     """Return the numbers of the page. Curves: metric -> arm -> seed -> [step, seconds, value]."""
     return {
-        "format": FORMAT_VERSION,
         **{key: getattr(log, key) for key in ("name", "description", "command", "recipe", "common", "stage", "result", "jobs")},
         "arms": {arm.name: _arm_json(arm, log.arms[0]) for arm in log.arms},
         "runs": [{"arm": arm.name, **_run_json(run)} for arm in log.arms for run in arm.runs],
@@ -268,7 +256,7 @@ def _arm_json(arm: SweepArm, baseline: SweepArm) -> dict[str, Any]:
 
 
 def _run_json(run: SweepRun) -> dict[str, Any]:
-    found = {name: getattr(run, name) for name in ("name", "seed", "state", "failure", "result", "low", "high", "time_s")}
+    found = {name: getattr(run, name) for name in ("name", "seed", "state", "failure", "result", "time_s")}
     return {**found, "num_steps": len(run.steps), "tokens": round(run.tokens)}
 
 

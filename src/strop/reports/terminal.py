@@ -24,25 +24,19 @@ def printable(text: str) -> str:
 
 
 def print_table(
-    table: Table,
-    *,
-    console: Console | None = None,
-    without: Collection[str] = (),
-    wrapped: Collection[str] = (),
-    justify: Literal["left", "right"] = "right",
+    table: Table, *, console: Console | None = None, without: Collection[str] = (), wrapped: Collection[str] = ()
 ) -> None:
     """Print `table` within the width of the terminal.
 
     Args:
         without: columns that are left out.
         wrapped: columns that may be broken into lines; numbers never are.
-        justify: of all columns but the first and the `wrapped` ones.
     """
     shown = [index for index, column in enumerate(table.columns) if column not in without]
     rich = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=False)
     for index in shown:
         column, is_text = table.columns[index], index == 0 or table.columns[index] in wrapped
-        side: Literal["left", "right"] = "left" if is_text else justify
+        side: Literal["left", "right"] = "left" if is_text else "right"
         rich.add_column(Text(printable(column)), overflow="fold", justify=side, no_wrap=column not in wrapped)
     for row in table.rows:
         rich.add_row(*(Text(printable(row[index])) for index in shown))
