@@ -280,12 +280,12 @@ def test_who_races_an_ordered_fork_gets_nothing(session: Notebook, asker: str) -
     [
         ("inside('kernel').drop_capabilities = lambda: None", "a copy kept capabilities"),
         ("os.register_at_fork(after_in_child=lambda: kept.append(os.pipe()))", "a copy holds 'pipe"),
-        ("inside('branching').os.close = lambda _: None", "a copy holds 'socket"),
+        ("inside('cells').os.close = lambda _: None", "a copy holds 'socket"),
         ("os.register_at_fork(after_in_child=lambda: kept.append(mmap.mmap(-1, 4096)))", "a copy holds shared memory"),
-        ("inside('branching').os.chdir = lambda _: None", "a copy stayed in a directory of its origin"),
-        ("inside('branching').kernel.drop_capabilities = lambda: os.fork() or os._exit(0)", "a copy"),
-        ("inside('branching')._clone = lambda flags: os.fork()", "could not be forked"),
-        ("inside('branching')._copy_tree = None", "could not be forked"),
+        ("inside('cells').os.chdir = lambda _: None", "a copy stayed in a directory of its origin"),
+        ("inside('cells').kernel.drop_capabilities = lambda: os.fork() or os._exit(0)", "a copy"),
+        ("inside('cells')._clone = lambda flags: os.fork()", "could not be forked"),
+        ("inside('cells')._copy_tree = None", "could not be forked"),
     ],
     ids=["capabilities", "pipe", "line of its origin", "memory", "directory", "process", "no clone", "broken"],
 )
@@ -317,7 +317,7 @@ def test_a_session_that_hides_its_memory_is_not_forked_and_goes_on(session: Note
 
 
 def test_a_session_that_does_not_become_a_stem_is_killed_with_its_copies(session: Notebook) -> None:
-    session.run("import sys\ndef stay():\n    while True: pass\nsys.modules['strop_inside.branching'].become_stem = stay")
+    session.run("import sys\ndef stay():\n    while True: pass\nsys.modules['strop_inside.cells']._become_stem = stay")
     pid = session.interpreter.pid
     with pytest.raises(SessionLost, match="did not free its memory"):
         session.fork()

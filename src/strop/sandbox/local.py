@@ -244,14 +244,12 @@ class LocalSandbox(AsyncContext, CodeService):
                 return await self._run_once(request, (client, False), begin, arrived_at, is_retry=failure is not None)
             except NodeGone:
                 continue  # it was not sent
-            except NoNodes as error:
-                if failure is None:
-                    raise
-                # It may have run, so the caller must not send it again.
-                return RunResult.not_run(RunOutcome.INTERNAL, f"{failure}; then {error}", level=self.level)
             except MachineError as error:
-                if failure is not None or self._is_closed:
-                    return RunResult.not_run(RunOutcome.INTERNAL, str(error), level=self.level)
+                if failure is None and isinstance(error, NoNodes):
+                    raise
+                if failure is not None or self._is_closed:  # it may have run, so the caller must not send it again
+                    reason = str(error) if failure is None else f"{failure}; then {error}"
+                    return RunResult.not_run(RunOutcome.INTERNAL, reason, level=self.level)
                 failure = error
                 self.num_retries += 1
 

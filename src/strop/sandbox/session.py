@@ -94,9 +94,8 @@ class Sandbox:
         self._thread = threading.Thread(target=self._loop.run_forever, name="strop-sandbox", daemon=True)
         self._thread.start()
         self._opened = AsyncExitStack()
-        self._box: CodeService | None = None
         try:
-            self._box = self._wait(self._opened.enter_async_context(open_service(config, token=token)))
+            self._box: CodeService = self._wait(self._opened.enter_async_context(open_service(config, token=token)))
         except BaseException:
             self.close()
             raise
@@ -110,16 +109,16 @@ class Sandbox:
         self, code: str, *, stdin: str = "", wall_s: float | None = None, memory_mib: int | None = None, seed: int = 0
     ) -> RunResult:
         """Run `code` once; a limit that is left out comes from the config."""
-        return self._wait(self._service.run(self._request(code, stdin, wall_s, memory_mib, seed)))
+        return self._wait(self._box.run(self._request(code, stdin, wall_s, memory_mib, seed)))
 
     def verify(self, pairs: Iterable[tuple[str, str]], *, pair_wall_s: float = 2.0) -> list[PairVerdict]:
         """Return a verdict on each (gold, answer), in the same order."""
         named = tuple(AnswerPair(gold=gold, answer=answer) for gold, answer in pairs)
-        return self._wait(_collect(self._service, VerifyRequest(pairs=named, pair_wall_s=pair_wall_s)))
+        return self._wait(_collect(self._box, VerifyRequest(pairs=named, pair_wall_s=pair_wall_s)))
 
     def session(self, limits: SessionLimits | None = None) -> SandboxSession:
         """Open a notebook; use as `with`, or close it."""
-        return SandboxSession(self, self._wait(Session.open(self._service, limits)))
+        return SandboxSession(self, self._wait(Session.open(self._box, limits)))
 
     def close(self) -> None:
         """End every program that still runs. Safe to call twice."""
@@ -129,11 +128,6 @@ class Sandbox:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    @property
-    def _service(self) -> CodeService:
-        assert self._box is not None
-        return self._box
 
     def _request(self, code: str, stdin: str, wall_s: float | None, memory_mib: int | None, seed: int) -> RunRequest:
         return RunRequest(

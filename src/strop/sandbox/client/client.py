@@ -36,9 +36,8 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
 )
-from strop.sandbox.server.ndjson import ErrorLine, Health, LineSplitter, RunLine, SessionReply, TooLong, VerdictLine
+from strop.sandbox.server.ndjson import ErrorLine, Health, RunLine, SessionReply, VerdictLine
 
-_MAX_LINE_BYTES = 65_536  # of a verdict
 _NUM_PAIRS = 32  # that a service compares in one slot
 _CELL_RETURN_S = 60.0  # the service caches an answer for twice as long; later a cell might run twice
 
@@ -353,12 +352,10 @@ class SandboxClient(AsyncContext, CodeService):
             body = _VERIFY.dump_json(request)
         except PydanticSerializationError as error:
             raise UserError(f"the answers hold a lone surrogate, which has no encoding: {error}.") from error
-        splitter = LineSplitter(max_line_bytes=_MAX_LINE_BYTES)
         async with service.request("POST", "/v1/verify", body, is_stream=True) as response:
-            while part := await asyncio.wait_for(response.content.readany(), SILENCE_S):
-                for line in splitter.feed(part):
-                    if line:
-                        yield _verdict(line)
+            while line := await asyncio.wait_for(response.content.readline(), SILENCE_S):
+                if line.strip():
+                    yield _verdict(line)
 
 
 @contextlib.asynccontextmanager
@@ -383,9 +380,9 @@ async def open_services(
         yield client
 
 
-def _verdict(line: bytes | TooLong) -> VerdictLine:
+def _verdict(line: bytes) -> VerdictLine:
     try:
-        read = _VERDICT.validate_json(line if isinstance(line, bytes) else line.head)
+        read = _VERDICT.validate_json(line)
     except ValidationError as error:
         raise MachineError(f"the code service sent a line that is no verdict: {line!r:.100}") from error
     if isinstance(read, ErrorLine):

@@ -1,7 +1,7 @@
 """Makes a package of this folder and runs `main` of one of its modules. A script, so that it imports nothing else of strop.
 
 boot.py main SETTINGS        a fork server
-boot.py branching SOCKET     prepares copies of sessions
+boot.py confine SOCKET       prepares copies of sessions
 boot.py verify               compares answers in a plain process
 """
 

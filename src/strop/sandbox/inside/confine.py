@@ -1,4 +1,7 @@
-"""Builds the root that programs see, confines a child step by step, at each level, and sets the limits of its work."""
+"""Builds the root that programs see, confines a child step by step, at each level, and sets the limits of its work.
+
+As a script, the helper of the supervisor that prepares copies of sessions: `main`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import signal
 import sys
 from typing import TextIO
 
-from . import kernel, landlock, program, seccomp
+from . import kernel, landlock, program, seccomp, wire
 from .wire import MAX_FAMILY_PROCESSES, WORK_DIRECTORY
 
 UNPRIVILEGED_UID = 1_000_000  # on the host, if started by root: the kernel does not enforce RLIMIT_NPROC for uid 0
@@ -255,3 +258,44 @@ def _is_public(path: str) -> bool:
 
 def _address_space(proc: int) -> int:
     return int(kernel.read("self/statm", directory=proc).split()[0]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Give a copy of a session what it must not take itself: a map of its uid, its own /tmp, its limit of processes.
+
+    The process of this helper has the privileges of the supervisor, outside every sandbox. Each step runs in a fork that joins
+    the namespaces of the copy as their owner, so it has no other rights. It reads nothing that a program wrote.
+    """
+    import socket  # which no fork server needs
+
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[2]))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, wire.NAMESPACE_STEP.size, 2)
+        if not message:
+            return
+        step, pid, owner, max_processes, inner_uid = wire.NAMESPACE_STEP.unpack(message)
+        if (child := os.fork()) == 0:
+            answer = b""
+            try:
+                if os.geteuid() != owner:  # the owner of a user namespace has every right in it
+                    kernel.become(owner)
+                kernel.check(kernel.libc.setns(descriptors[0], kernel.CLONE_NEWUSER), "join the user namespace of a session")
+                if step == wire.STEP_PREPARE:
+                    for file in ("uid_map", "gid_map"):
+                        kernel.write(f"/proc/{pid}/{file}", f"{inner_uid} {inner_uid} 1")
+                    of_copy = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS
+                    kernel.check(kernel.libc.setns(descriptors[1], of_copy), "join the namespaces of a copy")
+                    mount_tmp()
+                hard = resource.prlimit(pid, resource.RLIMIT_NPROC)[1]
+                soft = max_processes if hard == resource.RLIM_INFINITY else min(max_processes, hard)
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
+            except OSError as error:
+                answer = str(error).encode()
+            finally:
+                control.send(answer or wire.STEP_DONE)
+                os._exit(0)
+        os.waitpid(child, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -81,18 +81,12 @@ def judge_pair(
     try:
         if is_fast is not None and gold is not None and answer is not None:
             return EQUAL if dr_grpo.is_equal(gold, answer, is_fast=is_fast) else UNEQUAL
-        if _are_zero(differences):
-            return EQUAL
+        with contextlib.suppress(Exception):  # math_verify may read what sympy's grammar does not
+            if differences and all(is_zero_difference(*pair) for pair in differences):
+                return EQUAL
         return UNEQUAL if gold is None or answer is None else compare(gold, answer)
     except Exception:  # including MemoryError and RecursionError
         return UNREADABLE
-
-
-def _are_zero(differences: Sequence[Sequence[str]]) -> bool:
-    """Whether there are some, and sympy can read them and finds all of them to be 0."""
-    with contextlib.suppress(Exception):  # math_verify may read what sympy's grammar does not
-        return bool(differences) and all(is_zero_difference(gold, answer) for gold, answer in differences)
-    return False
 
 
 def is_zero_difference(gold: str, answer: str) -> bool:

@@ -47,7 +47,7 @@ LINE_DRESSED = b"r"  # a copy: its files are copied
 BEGAN = struct.Struct("<c8s")  # LINE_BEGAN, the nonce of the cell
 DONE = struct.Struct("<c8sBc")  # LINE_DONE, the nonce of the cell, exit code, kind of the text
 
-# supervisor -> the helper of `branching`, with the descriptors named there. The answer is STEP_DONE, or what failed.
+# supervisor -> the helper of `confine`, with the descriptors named there. The answer is STEP_DONE, or what failed.
 NAMESPACE_STEP = struct.Struct("<cqqQI")  # step, process, uid of the owner of its namespaces, processes allowed, inner uid
 STEP_LIMIT = b"r"  # set the limit of processes of a midwife; with the pidfd of that process
 STEP_PREPARE = b"d"  # map the uid of a copy, mount its /tmp, set its limit; with the pidfds of its origin and of the copy

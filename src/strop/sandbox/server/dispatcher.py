@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from strop.errors import MachineError, NoNodes, Overloaded, SessionLost
@@ -30,7 +30,6 @@ from strop.sandbox.protocol import (
     require_verifiable,
     run_refusal,
 )
-from strop.sandbox.server.metrics import Tally
 
 _log = logging.getLogger(__name__)
 
@@ -112,9 +111,6 @@ class CachedAnswer:
     result: RunResult
     expires_at: float
 
-    def is_answer_to(self, request: RunRequest) -> bool:
-        return self.digest == hash(request)
-
     @property
     def num_bytes(self) -> int:
         return 512 + len(self.result.text) + len(self.result.reason)
@@ -172,6 +168,26 @@ class _Call:
             callback()
 
 
+@dataclass(slots=True)
+class Tally:
+    """Counts since the start of the service."""
+
+    outcomes: Counter[RunOutcome] = field(default_factory=Counter)
+    verdicts: Counter[PairVerdict] = field(default_factory=Counter)
+    num_run: int = 0  # that a supervisor has run; the two times are theirs, together
+    queue_s: float = 0.0
+    run_s: float = 0.0
+    num_cancelled: int = 0
+    num_rejoined: int = 0
+
+    def add(self, result: RunResult) -> None:
+        self.outcomes[result.outcome] += 1
+        if result.node:
+            self.num_run += 1
+            self.queue_s += result.timings.queue_s
+            self.run_s += result.timings.run_s
+
+
 class Dispatcher(AsyncContext, CodeService):
     """Admits calls, joins those of one id, and answers each request once. Belongs to the running event loop.
 
@@ -215,7 +231,7 @@ class Dispatcher(AsyncContext, CodeService):
         if not refusal and request.id:
             key = (client, request.id)
             call, kept = self._by_id.get(key), self.kept.find(key, now=self._loop.time())
-            if call is None and kept is not None and kept.is_answer_to(request):
+            if call is None and kept is not None and kept.digest == hash(request):
                 self.tally.num_rejoined += 1
                 answer.set_result(kept.result)
                 return answer

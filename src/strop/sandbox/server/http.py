@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -16,9 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from strop.errors import StropError, UserError
 from strop.sandbox import protocol
 from strop.sandbox.code_tests import CodeTestReport, run_tests
-from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits, VerifyRequest
+from strop.sandbox.protocol import PairVerdict, RunOutcome, RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.metrics import exposition
 from strop.sandbox.server.ndjson import (
     CLIENT_HEADER,
     PROBLEMS,
@@ -192,7 +191,7 @@ class HttpFront:
     @_route("GET", "/metrics")
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """Metrics for Prometheus."""
-        return web.Response(text=exposition(self._dispatcher), headers={"Content-Type": "text/plain; version=0.0.4"})
+        return web.Response(text=_exposition(self._dispatcher), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     @_route("GET", "/openapi.json", is_open=True)
     async def _description(self, request: web.Request) -> web.StreamResponse:
@@ -268,6 +267,36 @@ async def _body(request: web.Request, shape: type, *, may_be_empty: bool) -> obj
     except ValidationError as error:
         raise UserError(f"the body is no {shape.__name__}: {explain(error)}.") from error
     return body
+
+
+def _exposition(dispatcher: Dispatcher) -> str:
+    """The metrics in the text format of Prometheus, version 0.0.4."""
+    tally, held, box, node = dispatcher.tally, dispatcher.admission.held, dispatcher.box, dispatcher.box.node
+    outcomes = {f'{{outcome="{outcome}"}}': tally.outcomes[outcome] for outcome in RunOutcome}
+    verdicts = {f'{{verdict="{verdict}"}}': tally.verdicts[verdict] for verdict in PairVerdict}
+    families: list[tuple[str, str, str, Mapping[str, float]]] = [
+        ("counter", "calls_total", "Runs by outcome.", outcomes),
+        ("counter", "verdicts_total", "Pairs by verdict.", verdicts),
+        ("counter", "cancelled_total", "Runs that no client waited for any more.", {"": tally.num_cancelled}),
+        ("counter", "retries_total", "Runs sent once more after a fault of the supervisor.", {"": box.num_retries}),
+        ("counter", "rejoined_total", "Requests that found the call or the answer of their id.", {"": tally.num_rejoined}),
+        ("counter", "nodes_lost_total", "Supervisors that died.", {"": box.num_nodes_lost}),
+        ("counter", "sessions_lost_total", "Sessions that their client did not end.", {"": box.num_sessions_lost}),
+        ("summary", "queue_seconds", "From arrival to a slot.", {"_count": tally.num_run, "_sum": tally.queue_s}),
+        ("summary", "run_seconds", "From start to end.", {"_count": tally.num_run, "_sum": tally.run_s}),
+        ("gauge", "held", "Jobs that are accepted and not answered yet.", {"": held.num}),
+        ("gauge", "held_bytes", "Bytes of these jobs.", {"": held.num_bytes}),
+        ("gauge", "queued", "Jobs that wait for a slot.", {"": len(box.queue)}),
+        ("gauge", "sessions", "Sessions that are open.", {"": box.num_sessions}),
+        ("gauge", "kept_bytes", "Bytes of cached answers.", {"": dispatcher.kept.num_bytes}),
+        ("gauge", "node_slots", "Slots of the supervisor.", {"": 0 if node is None else node.num_slots}),
+        ("gauge", "node_running", "Jobs of the supervisor.", {"": box.num_running}),
+    ]
+    lines = []
+    for kind, name, text, samples in families:
+        lines += [f"# HELP strop_sandbox_{name} {text}", f"# TYPE strop_sandbox_{name} {kind}"]
+        lines += [f"strop_sandbox_{name}{label} {value}" for label, value in samples.items()]
+    return "\n".join([*lines, ""])
 
 
 def _client_of(request: web.Request) -> str:

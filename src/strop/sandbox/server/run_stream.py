@@ -138,15 +138,13 @@ class RunStream:
         self._num_lines += 1
         read = read_run_line(line, max_line_bytes=self._max_line_bytes)
         if not isinstance(read, RunLine):
-            self._reject(read.key, f"line {self._num_lines} is no call: {read.why}")
+            reason, level = f"line {self._num_lines} is no call: {read.why}", self._dispatcher.box.level
+            self._write(write_result_line(read.key, RunResult.not_run(RunOutcome.REJECTED, reason, level=level)))
             return
         number = self._num_lines
         on_start = partial(self._on_start, number, read.key)
         answer = self._open[number] = self._dispatcher.submit(read.request, on_start=on_start, client=self._client)
         answer.add_done_callback(partial(self._on_answer, number, read.key))
-
-    def _reject(self, key: str | int | None, reason: str) -> None:
-        self._write(write_result_line(key, RunResult.not_run(RunOutcome.REJECTED, reason, level=self._dispatcher.box.level)))
 
     def _on_start(self, number: int, key: str | int) -> None:
         if self._reports_starts:

@@ -115,7 +115,7 @@ class CodeServer:
 async def serve(
     config: ServeConfig, announce: Callable[[CodeServer], None] = lambda server: None, *, spawn: Spawn = spawn_node
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then let running calls finish within the grace period, and return.
+    """Serve until SIGTERM or SIGINT; then let running calls finish within the grace period. For an event loop of its own.
 
     Args:
         announce: called once, when the service listens.
@@ -127,14 +127,10 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    try:
-        async with CodeServer(config, spawn=spawn) as server:
-            announce(server)
-            await stop.wait()
-            _log.info("the code service shuts down; running calls have %g s to finish", config.grace_s)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    async with CodeServer(config, spawn=spawn) as server:
+        announce(server)
+        await stop.wait()
+        _log.info("the code service shuts down; running calls have %g s to finish", config.grace_s)
 
 
 def _listen(host: str, port: int) -> socket.socket:

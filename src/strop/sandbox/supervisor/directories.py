@@ -33,16 +33,9 @@ class Directory:
         self._lock = lock
 
     @classmethod
-    def for_call(cls) -> Self:
-        """Make one among the temporary files. Raises `OSError` when there is no room."""
-        return cls._make(_CALL, tempfile.gettempdir())
-
-    @classmethod
-    def for_canaries(cls) -> Self:
-        return cls._make(_CANARY, _canary_place())
-
-    @classmethod
-    def _make(cls, kind: str, place: str) -> Self:
+    def make(cls, *, is_for_canaries: bool = False) -> Self:
+        """Make one for a call, among the temporary files, or for canaries. Raises `OSError` when there is no room."""
+        kind, place = (_CANARY, _canary_place()) if is_for_canaries else (_CALL, tempfile.gettempdir())
         while True:
             path = tempfile.mkdtemp(prefix=f"strop-{kind}-", dir=place)
             if (lock := _lock(path)) >= 0:

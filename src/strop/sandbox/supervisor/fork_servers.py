@@ -226,7 +226,7 @@ class ForkServer:
             opened += [output_read, output_write]
             os.set_blocking(output_read, False)
             if self._level.rank < IsolationLevel.NAMESPACES.rank:
-                directory = Directory.for_call()
+                directory = Directory.make()
         except OSError as error:
             for descriptor in opened:
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Forks the interpreter of a session: the supervisor's half of `inside.branching`.
+"""Forks the interpreter of a session: the supervisor's half of `inside.cells`.
 
     1. a session with threads, child processes, open files or shared memory is refused
     2. the session forks a midwife, which asks the kernel for new namespaces, twice; the supervisor answers
@@ -327,7 +327,7 @@ def _obstacle(pid: int, *, own: set[tuple[int, int]] | None) -> str:
 
 
 class NamespaceHelper:
-    """The process of `inside.branching.main`, started when first needed and after its death. Belongs to one event loop."""
+    """The process of `inside.confine.main`, started when first needed and after its death. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -343,7 +343,7 @@ class NamespaceHelper:
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "branching", str(theirs.fileno())],
+                [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "confine", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 cwd="/",
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"},
@@ -364,7 +364,7 @@ class NamespaceHelper:
             self._process = None
 
     async def ask(self, step: bytes, pid: int, *, owner: int, max_processes: int, descriptors: list[int]) -> None:
-        """Have it do a step of `inside.branching.main` on a process. Raises `MachineError`.
+        """Have it do a step of `inside.confine.main` on a process. Raises `MachineError`.
 
         Args:
             step: `wire.STEP_LIMIT` or `wire.STEP_PREPARE`.

@@ -37,7 +37,7 @@ class TreeStatus:
             adopter: the process that adopts its orphans, unless that is `pid`. Orphans stay in the process group of `pid`.
         """
         cpu_s, num_running, anonymous_bytes, pids = 0.0, 0, 0, [pid]
-        pids += [one for one in children_of(adopter) if one != pid and _group(one) == pid] if adopter else []
+        pids += [one for one in children_of(adopter) if one != pid and stat_of(one)[2:3] == [str(pid)]] if adopter else []
         for one in pids:  # grows as children are found
             try:
                 cpu_s += cpu_s_in(stat_of(one))
@@ -227,11 +227,6 @@ def _resident_bytes(pid: int) -> int:
 
 def _sum_kib(path: str, names: tuple[str, ...]) -> int:
     return sum(int(line.split()[1]) << 10 for line in _read(path).splitlines() if line.startswith(names))
-
-
-def _group(pid: int) -> int:
-    fields = stat_of(pid)
-    return int(fields[2]) if fields else 0
 
 
 def _threads_of(pid: int) -> list[str]:

@@ -48,7 +48,7 @@ class Canaries:
     def __enter__(self) -> Self:
         self.secret = f"strop-canary-{secrets.token_hex(8)}"
         os.environ[_NAME] = self.secret
-        self._directory = Directory.for_canaries()
+        self._directory = Directory.make(is_for_canaries=True)
         self.directory = Path(self._directory.path)
         self.directory.chmod(0o777)
         self.file = self.directory / "secret"
