@@ -175,13 +175,13 @@ class ProcessVerifier:
     Answers are data that nothing here executes, so they need no sandbox, only processes that can be killed. Workers of `pebble`
     and `concurrent.futures` import the user's main module again, and the latter cannot lose one worker without losing all.
 
-    Each of up to `max_processes` threads has one process, started by its first pair and again after a kill. A process compares
-    one pair at a time. `close` ends the processes; so does the end of this one.
+    At most `max_processes` run, each started when no other is idle. A process compares one pair at a time. `close` ends the
+    processes; so does the end of this one.
     """
 
     def __init__(self, *, max_processes: int = 2) -> None:
         self._threads = ThreadPoolExecutor(max_processes, thread_name_prefix="strop-verify")
-        self._of_thread = threading.local()
+        self._idle: list[_Process] = []
         self._lock = threading.Lock()
         self._processes: set[_Process] = set()
         self._is_closed = False
@@ -238,26 +238,26 @@ class ProcessVerifier:
 
     def _judge(self, question: bytes, wall_s: float) -> PairVerdict:
         for _ in range(2):
-            process = self._process()
+            process = self._take()
             try:
                 verdict = process.ask(question, wall_s)
             except TimeoutError:
                 self._end(process)
                 return PairVerdict.TIMEOUT
             if verdict in VERDICTS:
+                self._idle.append(process)
                 return VERDICTS[verdict]
             if -self._end(process) in CRASHES:
                 return PairVerdict.UNREADABLE
         return PairVerdict.INTERNAL
 
-    def _process(self) -> _Process:
-        """The process of this thread."""
-        process: _Process | None = getattr(self._of_thread, "process", None)
-        if process is not None:
-            return process
+    def _take(self) -> _Process:
+        """An idle process, or a new one."""
         with self._lock:
             if self._is_closed:
                 raise MachineError("the verifier was closed while it compared answers")
+            if self._idle:
+                return self._idle.pop()
             process = _Process()
             self._processes.add(process)
         try:
@@ -272,11 +272,9 @@ class ProcessVerifier:
                     f"the process that compares answers did not start within {_START_PLAIN_S:.0f} s."
                 ) from error
             raise
-        self._of_thread.process = process
         return process
 
     def _end(self, process: _Process) -> int:
-        self._of_thread.process = None
         with self._lock:
             self._processes.discard(process)
         return process.end()

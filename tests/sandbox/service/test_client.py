@@ -311,7 +311,7 @@ def test_a_service_without_nodes_is_waited_for_with_a_line_in_the_log_and_not_fo
     async def play() -> None:
         supply = Supply(dead())
         async with serving(supply, dispatch=DispatchConfig(no_node_s=0.1)) as server:
-            async with SandboxClient(server.url, no_node_s=0.5) as client:
+            async with SandboxClient(server.url, reconnect_s=0.5) as client:
                 failures = await asyncio.wait_for(asyncio.gather(*works(client), return_exceptions=True), 5)
             for failure in failures:
                 assert isinstance(failure, NoNodes)

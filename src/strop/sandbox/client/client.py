@@ -61,8 +61,8 @@ class SandboxClient(AsyncContext, CodeService):
         token: the token of every service.
         client: the name in the queue of a service, in which clients take turns; by default each object has its own.
         patience_s: the longest time of one call, with queue and retries; then it raises `DeadlineExceeded`.
-        no_node_s: how long every service may be unable to run anything before calls raise `NoNodes`.
-        reconnect_s: how long every service may be out of reach before calls raise `MachineError`.
+        reconnect_s: how long every service may be out of reach before calls raise `MachineError`, or unable to run anything
+            before they raise `NoNodes`.
         connect_s: the same before the first answer; then calls raise `UserError`, as for a wrong address.
         notice: is called with a sentence when a service falls silent, is lost, or works again. Default: a warning in the log.
     """
@@ -74,12 +74,11 @@ class SandboxClient(AsyncContext, CodeService):
         token: str | None = None,
         client: str = "",
         patience_s: float = 3600.0,
-        no_node_s: float = 60.0,
         reconnect_s: float = 60.0,
         connect_s: float = 5.0,
         notice: Notice = log_notice,
     ) -> None:
-        self._patience = Patience(patience_s=patience_s, no_node_s=no_node_s, reconnect_s=reconnect_s, connect_s=connect_s)
+        self._patience = Patience(patience_s=patience_s, reconnect_s=reconnect_s, connect_s=connect_s)
         self._client = client or uuid.uuid4().hex
         self._services = [
             Service(one, token=token, client=self._client, patience=self._patience, notice=notice)

@@ -68,7 +68,6 @@ class Patience:
     """How long what is tried again, in seconds. `SandboxClient` describes each."""
 
     patience_s: float
-    no_node_s: float
     reconnect_s: float
     connect_s: float
 
@@ -343,9 +342,7 @@ class Service:
     @property
     def limit_s(self) -> float:
         """How long it may be lost."""
-        if isinstance(self._error, NoNodes):
-            return self.patience.no_node_s
-        return self.patience.reconnect_s if self._was_up else self.patience.connect_s
+        return self.patience.reconnect_s if self._was_up or isinstance(self._error, NoNodes) else self.patience.connect_s
 
     def loss(self) -> StropError:
         """The final error. A wrong address is a mistake of the user; a service that did answer before is not."""

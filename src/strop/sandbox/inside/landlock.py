@@ -81,20 +81,13 @@ class Rules:
         self._trees.append(_Rule(allowed=allowed, parent=descriptor))
         self.trees_at.append(ctypes.byref(self._trees[-1]))
 
-    def close(self) -> None:
-        """Close the descriptors. Children that were forked before have copies."""
-        self.trees_at.clear()
-        while self._trees:
-            os.close(self._trees.pop().parent)
 
-
-def prepare(*, readable: Sequence[str] | None, writable: Sequence[str] = DEVICES, version: int | None = None) -> Rules:
+def prepare(*, readable: Sequence[str] | None, version: int | None = None) -> Rules:
     """Build rules for files, and against TCP, abstract sockets and signals as far as this kernel supports that.
 
     Args:
         readable: trees to read and to execute; missing ones are left out. None where mounts decide what is readable: then the
             rules only restrict changes.
-        writable: files and trees to read and to change, in addition to the directory of the call. Each costs a child 4 us.
         version: the version of Landlock to use, if not the newest.
 
     Raises:
@@ -108,7 +101,7 @@ def prepare(*, readable: Sequence[str] | None, writable: Sequence[str] = DEVICES
     for path in readable or ():
         if os.path.exists(path):
             rules.allow(path, _TO_READ)
-    for path in writable:
+    for path in DEVICES:  # to read and to change, in addition to the directory of the call. Each costs a child 4 us
         rules.allow(path, rules.own.allowed)
     return rules
 
