@@ -8,7 +8,7 @@ import torch
 import strop.engine.torch.batch
 from faulty_sandbox import FaultySandbox
 from strop.doctor import CHECKS, examine_file
-from strop.engine.torch.sampling import Draw, draw
+from strop.engine.torch.sampling import draw
 from strop.errors import MachineError, UserError, WeightsNotProven
 from strop.recipe.load import load_recipe
 from strop.rollout.chat_template import ChatFormat
@@ -98,8 +98,8 @@ def draw_from_nucleus(logits, temperatures, uniform, banned, *, is_renormalised,
     is_cut = torch.zeros_like(scaled, dtype=torch.bool)
     is_cut.scatter_(1, ordered.indices, ordered.values.cumsum(-1) - ordered.values >= top_p)
     drawn = draw(logits, temperatures, uniform, is_cut)
-    full = scaled.log_softmax(-1).gather(1, drawn.ids[:, None]).squeeze(1)
-    return drawn if is_renormalised else Draw(ids=drawn.ids, logprobs=full, entropies=drawn.entropies)
+    full = scaled.log_softmax(-1).gather(1, drawn[0].long()[:, None]).squeeze(1)
+    return drawn if is_renormalised else torch.stack((drawn[0], full.double(), drawn[2]))
 
 
 @pytest.mark.parametrize("is_renormalised", [True, False], ids=["renormalised log-probs", "full log-probs"])
@@ -141,8 +141,8 @@ def test_a_wrong_temperature_of_the_trainer_is_found(examine_with):
 def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with, monkeypatch):
     def cold(logits, temperatures, uniform, banned):
         drawn = draw(logits, temperatures * 0.5, uniform, banned)
-        said = (logits / temperatures.unsqueeze(1)).log_softmax(-1).gather(1, drawn.ids[:, None]).squeeze(1)
-        return Draw(ids=drawn.ids, logprobs=said, entropies=drawn.entropies)
+        said = (logits / temperatures.unsqueeze(1)).log_softmax(-1).gather(1, drawn[0].long()[:, None]).squeeze(1)
+        return torch.stack((drawn[0], said.double(), drawn[2]))
 
     monkeypatch.setattr(strop.engine.torch.batch, "draw", cold)
     problem = only_problem(examine_with())

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.tool_calls import FailedCall, JsonCalls, NoCalls, ParsedCall, has_closed_call, parse_tool_calls
+from strop.rollout.tool_calls import FailedCall, JsonCalls, NoCalls, ParsedCall, parse_tool_calls
 from strop.types import ToolOutcome
 
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -77,8 +77,8 @@ def test_a_failure_says_where_the_json_breaks_and_how_to_write_it():
 
 
 def test_a_block_is_closed_only_behind_its_opening():
-    assert has_closed_call(GOOD)
-    assert not has_closed_call("</tool_call><tool_call>")
+    assert JsonCalls().has_closed_call(GOOD)
+    assert not JsonCalls().has_closed_call("</tool_call><tool_call>")
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "a", "arguments": {}}', *'{}[]":,1\\ '])))

@@ -142,14 +142,17 @@ class ActorEngine:
         self._doubt = ""  # requests that come now wait in the engine
         try:
             async with asyncio.timeout(self._load_s):
-                self.capabilities = await self._call("load_weights", *files)
+                version, self.capabilities = await self._call("load_weights", *files)
         except TimeoutError as error:
             within = f"within {self._load_s:g} s (engine.stall_timeout_s)"
             raise EngineLost(str(self._actor.lose(f"hangs: it did not load weights {within}"))) from error
         except WeightsNotProven as error:
             self._doubt = ""  # the process itself refuses to sample
             raise WeightsNotProven(f"{self._actor.title}: {error}") from error
-        self.policy_version = publication.version
+        if version != publication.version:
+            why = f"is lost: it says that it holds version {version} after {publication.version} was published"
+            raise EngineLost(str(self._actor.lose(why)))
+        self.policy_version = version
 
     async def sleep(self) -> None:
         """See `SleepingEngine.sleep`; of an engine that is one."""
@@ -207,6 +210,7 @@ class _HostedEngine:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
+        self.progress, self.abort, self.release, self.close = engine.progress, engine.abort, engine.release, engine.close
         self._loading = asyncio.Lock()
         self._told: dict[int, asyncio.Future[tuple[float, ...]]] = {}
 
@@ -245,30 +249,20 @@ class _HostedEngine:
         """Return the first entropies of a running completion, as soon as they are there; empty if it has ended."""
         return await told if (told := self._told.get(number)) is not None else ()
 
-    async def progress(self) -> int:
-        return await self._engine.progress()
-
     async def sleep(self) -> None:
         with _naming_failures():
             assert isinstance(self._engine, SleepingEngine)
             await self._engine.sleep()
 
-    async def close(self) -> None:
-        await self._engine.close()
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-    async def release(self, request_id: str) -> None:
-        await self._engine.release(request_id)
-
-    async def load_weights(self, directory: Path, version: int, checksum: str, keeps_requests: bool) -> Capabilities:
+    async def load_weights(
+        self, directory: Path, version: int, checksum: str, keeps_requests: bool
+    ) -> tuple[int, Capabilities]:
         publication = Publication.in_files(directory, version=version, checksum=checksum, keeps_requests=keeps_requests)
         with _naming_failures():
             # A load whose caller was cancelled may not have ended.
             async with self._loading, naming_damage(directory):
                 await self._engine.load_weights(publication)
-        return self._engine.capabilities
+        return self._engine.policy_version, self._engine.capabilities
 
 
 def _detokenizer(path: Path) -> Callable[[Sequence[int]], str] | None:

@@ -165,7 +165,8 @@ class ChatFormat:
             shorter = "".join(span.text for span in self._render(turns[:length], add_generation_prompt=is_user_last))
             longer = "".join(span.text for span in self._render(turns[: length + 1], add_generation_prompt=False))
             if not longer.startswith(shorter):
-                same = _num_same(shorter, longer)
+                pairs = enumerate(zip(shorter, longer, strict=False))
+                same = next((at for at, (one, other) in pairs if one != other), len(longer))
                 return (
                     f"{self._name}: its chat template rewrites history: after message {length + 1} the rendering of the first"
                     f" {length} differs from character {same} on: {shorter[same : same + 40]!r} became"
@@ -277,9 +278,3 @@ class ChatFormat:
                 if start < foreign_end and foreign_start < end:
                     yield max(start + 1, foreign_start)
                     break
-
-
-def _num_same(one: str, other: str) -> int:
-    """How many leading characters two texts share."""
-    differing = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    return next(differing, min(len(one), len(other)))

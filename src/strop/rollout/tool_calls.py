@@ -164,12 +164,6 @@ def block_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-def has_closed_call(text: str) -> bool:
-    """Return whether `text` holds a block with a closing tag, valid or not."""
-    start = text.find(OPENING)
-    return start >= 0 and text.find(CLOSING, start) >= 0
-
-
 def _parse_block(document: _Document, start: int) -> tuple[Call, int]:
     """Return the call whose block has its inside at `start`, and where to look for the next one."""
     value_start = _NOT_SPACE.search(document, start).start()  # type: ignore[union-attr]  # it matches the end, too
@@ -295,7 +289,8 @@ class JsonCalls:
         return parse_tool_calls(text, max_calls=max_calls)
 
     def has_closed_call(self, text: str) -> bool:
-        return has_closed_call(text)
+        start = text.find(OPENING)
+        return start >= 0 and text.find(CLOSING, start) >= 0
 
     def write(self, name: str, arguments: Mapping[str, object]) -> str:
         call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)

@@ -149,11 +149,10 @@ class TorchEngine:
     async def progress(self) -> int:
         return self.num_steps
 
-    async def abort(self, request_id: str) -> None:
-        self._worker.tell(partial(self._worker.batch.discard, request_id))
-
     async def release(self, request_id: str) -> None:
         self._worker.tell(partial(self._worker.batch.discard, request_id))
+
+    abort = release
 
     async def load_weights(self, publication: Publication) -> None:
         """See `InferenceEngine.load_weights`. Requests that arrive meanwhile wait for the end.
