@@ -453,7 +453,7 @@ async def collect(
             observer=observer,
             finished=finished,
             is_exact=all(engine.capabilities.is_deterministic for engine in pool.engines.values()),
-            max_request_tokens=batch.max_request_tokens,
+            max_request_tokens=pool.max_request_tokens or None,
         )
         groups = [
             asyncio.ensure_future(_collect_group(index, task, batch_player, num_rollouts=num_rollouts)) for index, task in tasks

@@ -41,11 +41,6 @@ class RolloutBatch:
         self._releasing: set[asyncio.Task[None]] = set()
         self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a turn, by the id of its first request
 
-    @property
-    def max_request_tokens(self) -> int | None:
-        """Tokens of the longest conversation that an engine holds, prompt included; None if no engine is left."""
-        return max((engine.spec.longest for engine in self.engines.values() if not engine.loss), default=None)
-
     async def offer(self, key: RolloutKey, prompt: tuple[int, ...], *, max_tokens: int) -> Lease:
         """Return a lease for a rollout. Waits for replacements if no engine can hold it.
 
@@ -57,7 +52,7 @@ class RolloutBatch:
             if self.error is not None:
                 raise self.error
             try:
-                if self.max_request_tokens is None:
+                if not self._pool.max_request_tokens:
                     raise EngineLost("no engine is left.")
                 lease = self.leases[key] = Lease(self, key)
                 self.handle(self.scheduler.offered, key, prompt=prompt, prompt_tokens=len(prompt), max_tokens=max_tokens)

@@ -94,8 +94,8 @@ class EnginePool:
         self._turn = asyncio.Condition()
         self._report: BatchReport | None = None
         self._lost_before: list[str] = []  # engines that were lost since the last batch
-        self._version = engines[0].policy_version if engines else -1
-        self.oldest_version = self._version  # that an engine may sample from: an older one while a newer one is on its way
+        self.policy_version = engines[0].policy_version if engines else -1  # of the newest weights, proven or on their way
+        self.oldest_version = self.policy_version  # that an engine may sample from, while a newer one is on its way
         self._checksum = ""  # of the last publication
         self._publish: Publish | None = None  # of the current weights; None: engines were opened with them
         self._closing: set[asyncio.Task[None]] = set()
@@ -110,11 +110,6 @@ class EnginePool:
     def engines(self) -> dict[str, InferenceEngine]:
         """By name."""
         return {name: pooled.engine for name, pooled in self._engines.items()}
-
-    @property
-    def policy_version(self) -> int:
-        """Of the newest weights, which are proven or on their way; -1 before the first publication."""
-        return self._version
 
     @property
     def max_request_tokens(self) -> int:
@@ -138,7 +133,7 @@ class EnginePool:
         """
         self._may_send.clear()
         async with self._sending:
-            self._publish, self._version, self._checksum, self._first_loss = publish, version, "", None
+            self._publish, self.policy_version, self._checksum, self._first_loss = publish, version, "", None
             engines = list(self._engines.values())
             try:
                 if engines:
@@ -294,8 +289,8 @@ class EnginePool:
                     await self._send(self._publish, [engine])
                 if engine.weights_error is not None:
                     raise engine.weights_error
-                if engine.engine.policy_version != self._version:
-                    raise WeightsNotProven(f"it holds policy version {engine.engine.policy_version}, not {self._version}.")
+                if (held := engine.engine.policy_version) != self.policy_version:
+                    raise WeightsNotProven(f"it holds policy version {held}, not {self.policy_version}.")
                 logger.info("%s replaces %s", engine.name, replaces)
                 self._observer.engine_joined(engine.name, replaces=replaces)
                 self._join(engine)
@@ -345,8 +340,8 @@ class EnginePool:
             checksum = await publication.checksum()
         if self._checksum not in ("", checksum):
             raise WeightsNotProven(
-                f"the trainer's weights were changed since version {self._version} was published: their checksum is {checksum},"
-                f" and was {self._checksum}. An engine can join after the next publication."
+                f"the trainer's weights were changed since version {self.policy_version} was published: their checksum is"
+                f" {checksum}, and was {self._checksum}. An engine can join after the next publication."
             )
         self._checksum = checksum
 
