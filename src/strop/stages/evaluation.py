@@ -29,6 +29,7 @@ _READERS: dict[str, Callable[[Trajectory], str]] = {
     "strop.evaluation.short_answers:right_letter": read_letter,
 }
 """Our own reward functions that judge answers, and how each reads one; both compare texts."""
+_CONDITIONS: dict[str, Callable[[Tool], Tool]] = {"real": lambda tool: tool, "noise": NoisyTool, "none": AbsentTool}
 
 
 class Voting:
@@ -85,7 +86,7 @@ class Voting:
     async def _votes_of(self, group: Group) -> list[str]:
         """Right answers count as one; a wrong one is compared with the different wrong ones before it."""
         name = self._part_of(group)
-        right = ""
+        part, right = self._parts.get(name or ""), ""
         first_same: dict[str, str] = {}  # of a wrong answer: the first one that is the same
         votes = []
         for scored in group.trajectories:
@@ -96,17 +97,12 @@ class Voting:
                 right = right or answer
                 votes.append(right)
             else:
-                if answer not in first_same:
-                    first_same[answer] = await self._first_same(name, answer, list(dict.fromkeys(first_same.values())))
-                votes.append(first_same[answer])
+                for known in dict.fromkeys(first_same.values()) if answer not in first_same else ():
+                    if part is not None and await part.is_same(known, answer):
+                        first_same[answer] = known
+                        break
+                votes.append(first_same.setdefault(answer, answer))
         return votes
-
-    async def _first_same(self, name: str | None, answer: str, known: Sequence[str]) -> str:
-        part = self._parts.get(name or "")
-        for each in known:
-            if part is not None and await part.is_same(each, answer):
-                return each
-        return answer
 
 
 class Eval(FixedSetStage):
@@ -152,7 +148,7 @@ class Eval(FixedSetStage):
             config,
             weights=weights,
             seed=derive_seed("eval", context.recipe.seed, "rollouts"),
-            tools=_under_condition(context.tools, config.tools),
+            tools=[_CONDITIONS[config.tools](tool) for tool in context.tools],
             tasks_at_once=config.num_tasks,
         )
         groups = [group async for group in playing]
@@ -215,9 +211,3 @@ def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[s
         "max_turns": stage.limits.max_turns,
         "reward": stage.model_dump(mode="json", include={"reward"})["reward"],
     }
-
-
-def _under_condition(tools: Sequence[Tool], condition: str) -> list[Tool]:
-    if condition == "real":
-        return list(tools)
-    return [NoisyTool(tool) if condition == "noise" else AbsentTool(tool) for tool in tools]

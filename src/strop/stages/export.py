@@ -69,13 +69,12 @@ def model_card(context: StageContext, stage: Export.Config, chain: list[str]) ->
         lines += ["| evaluation | of | accuracy | 95 % interval | tasks | k |", "| --- | --- | --- | --- | --- | --- |"]
         for name in stage.results:
             figures = read_json(context.run.stage(name).evaluation)
-            [of] = [one.stage for one in recipe.stages[name].inputs() if one.key == "init"]
             accuracy, interval = "–", "–"
             if "accuracy" in figures:
                 accuracy = f"{figures['accuracy']:.3f}"
             if "accuracy_low" in figures:
                 interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}"
             size = f"{figures.get('num_tasks', '–')} | {figures.get('k', '–')}"
-            lines.append(f"| {name} | {of} | {accuracy} | {interval} | {size} |")
+            lines.append(f"| {name} | {recipe.stages[name].init} | {accuracy} | {interval} | {size} |")
         lines.append("")
     return "\n".join(lines)

@@ -151,22 +151,15 @@ def _open(
 
 def _check_labels(context: StageContext, sets: PreferenceSets[PreferenceRows]) -> None:
     """Raise `TaskError` if all single responses to learn from have one label; warn if all to measure on do."""
-    if _has_one_label(sets.train):
-        raise TaskError(
-            f"stages.{context.name}: {_all_of_a_label(sets.train)} to learn from. Give responses of both labels, or pairs."
-        )
-    if _has_one_label(sets.test):
-        context.warn(f"{_all_of_a_label(sets.test)} to measure on, so there is no AUC. Raise test_share.")
-
-
-def _has_one_label(rows: RowFile[PreferenceRows]) -> bool:
-    """Whether all are single responses of one label."""
-    first = rows[0]
-    return not first.is_pair and all(rows[number].is_good == first.is_good for number in range(1, len(rows)))
-
-
-def _all_of_a_label(rows: RowFile[PreferenceRows]) -> str:
-    return f"{counted(len(rows), 'response')}, all of them labelled {'safe' if rows[0].is_good else 'unsafe'}, are left"
+    for rows, purpose in ((sets.train, "to learn from"), (sets.test, "to measure on")):
+        first = rows[0]
+        if first.is_pair or any(rows[number].is_good != first.is_good for number in range(1, len(rows))):
+            continue
+        label = "safe" if first.is_good else "unsafe"
+        what = f"{counted(len(rows), 'response')}, all of them labelled {label}, are left {purpose}"
+        if rows is sets.train:
+            raise TaskError(f"stages.{context.name}: {what}. Give responses of both labels, or pairs.")
+        context.warn(f"{what}, so there is no AUC. Raise test_share.")
 
 
 StageT = TypeVar("StageT", bound=Stage)

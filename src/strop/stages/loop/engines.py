@@ -49,19 +49,16 @@ async def open_engine_pool(context: StageContext, config: EngineChoice, model: P
         [engine] = await context.open_engines(model, config.only(index), detokenize=chat.decode, logs=logs, names=[name])
         return engine
 
+    # The time that servers have to read weights, and that of a completion for everything around it.
+    reading_s = config.start_timeout_s if isinstance(config, ServerConfig) else 0.0
     return EnginePool(
         engines,
         context.recipe.scheduler,
         open_another=open_another,
         stall_timeout_s=config.stall_timeout_s,
-        publish_deadline_s=_publish_deadline_s(config),
+        publish_deadline_s=_MARGIN * (config.stall_timeout_s + reading_s),
         observer=_EngineEvents(context),
     )
-
-
-def _publish_deadline_s(config: AnyEngine) -> float:
-    """The time that servers have to read weights, and that of a completion for everything around it."""
-    return _MARGIN * (config.stall_timeout_s + (config.start_timeout_s if isinstance(config, ServerConfig) else 0.0))
 
 
 class _EngineEvents(EngineObserver):
@@ -140,7 +137,6 @@ def check_longest(
         )
 
 
-_MIB = 2**20
 _MOST_COUNTED_MIB = 16  # of a file whose rows are counted: some 50 000 problems, in about a second
 
 
@@ -268,7 +264,8 @@ def tasks_there(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | Non
     if config.tasks.is_endless:
         return wanted
     path = config.tasks.files.get(config.played_split)
-    if not config.tasks.files or (path is not None and not _is_counted(path)):
+    is_counted = path is None or (path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * 2**20)
+    if not config.tasks.files or not is_counted:
         return None
     return open_tasks(recipe, name, config.tasks, seed=recipe.seed, split=config.played_split).num_tasks
 
@@ -295,17 +292,12 @@ def passes_in_words(name: str, config: PlayedKeys, recipe: Recipe, num_tasks: in
     return found
 
 
-def _is_counted(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
-
-
 def _check_engine_devices(config: EngineConfig) -> None:
     if config.device == "cpu" or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
         return  # engines with devices of their own see those, whatever this process sees
-    num_devices = torch.cuda.device_count()
-    if config.devices and (missing := [device for device in config.devices if device >= num_devices]):
+    if missing := [device for device in config.devices if device >= torch.cuda.device_count()]:
         raise UserError(
-            f"engine.devices names {missing}, but {_what_torch_sees(num_devices)}. Name devices that are there, counted from 0,"
+            f"engine.devices names {missing}, but {_what_torch_sees()}. Name devices that are there, counted from 0,"
             ' or leave the key out and set engine.device = "cpu".'
         )
     _ = config.torch_device
@@ -319,11 +311,10 @@ def _check_device(name: str, key: str, machine: Machine, *, workers: int = 0) ->
     except RuntimeError:
         yield UserError(f'{key}.device is {name!r}, which is no device. Write "cpu", "cuda" or "cuda:1".')
         return
-    num_devices, num_wanted = torch.cuda.device_count(), max(1, workers, (device.index or 0) + 1)
-    if device.type == "cuda" and num_wanted > num_devices:
+    if device.type == "cuda" and max(1, workers, (device.index or 0) + 1) > torch.cuda.device_count():
         of_workers = f" and {key}.workers is {workers}" if workers else ""
         yield UserError(
-            f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees(num_devices)}."
+            f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees()}."
             ' Use "cpu", or a device that is there' + (", or fewer workers." if workers else ".")
         )
 
@@ -332,18 +323,17 @@ def _check_same_device(name: str, trainer: TrainerConfig, engine: AnyEngine) -> 
     """A trainer whose device is not named would compute on another type of device than the embedded engine."""
     if trainer.device != "auto" or trainer.pages_moments or not isinstance(engine, EngineConfig):
         return
-    num_devices = torch.cuda.device_count()
-    of_engine = "cuda" if engine.device != "cpu" and num_devices else "cpu"
+    of_engine = "cuda" if engine.device != "cpu" and torch.cuda.device_count() else "cpu"
     if (of_trainer := trainer.torch_device.type) != of_engine:
         yield ConfigError(
             f'stages.{name}.trainer.device is "auto", which is {of_trainer} here for stages.{name}.trainer.workers ='
-            f' {trainer.workers}, but engine.device = "{engine.device}" is {of_engine}: {_what_torch_sees(num_devices)}. Set'
+            f' {trainer.workers}, but engine.device = "{engine.device}" is {of_engine}: {_what_torch_sees()}. Set'
             " both to the same device, or trainer.device to the one that you want."
         )
 
 
-def _what_torch_sees(num_devices: int) -> str:
-    if num_devices:
+def _what_torch_sees() -> str:
+    if num_devices := torch.cuda.device_count():
         return f"torch sees {num_devices} CUDA device{'s' if num_devices > 1 else ''} here"
     is_cpu_build = torch.version.cuda is None and torch.version.hip is None
     return "torch sees no CUDA device here" + (" (this build of it is for CPUs alone)" if is_cpu_build else "")
