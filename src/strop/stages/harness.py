@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.engine.config import EngineChoice
@@ -74,21 +74,16 @@ class Harness(Stage):
             default=None, description="Keys of `engine` with another value in this stage. Default: the recipe's engine."
         )
 
-        @field_validator("commands")
-        @classmethod
-        def _can_be_split(cls, commands: tuple[str, ...]) -> tuple[str, ...]:
-            for command in commands:
-                words = shlex.split(command)
-                if not words:
-                    raise ValueError("holds an empty command. Write a program and its arguments.")
-                _check_placeholders(words)
-            return commands
-
-        @field_validator("environment")
-        @classmethod
-        def _can_be_filled(cls, environment: dict[str, str]) -> dict[str, str]:
-            _check_placeholders(environment.values())
-            return environment
+        @model_validator(mode="after")
+        def _can_be_filled(self) -> Self:
+            split = [shlex.split(command) for command in self.commands]
+            if not all(split):
+                raise ValueError("commands holds an empty command. Write a program and its arguments.")
+            for text in (*(word for words in split for word in words), *self.environment.values()):
+                if not Template(text).is_valid() or set(Template(text).get_identifiers()) - {*PLACEHOLDERS}:
+                    known = ", ".join(f"${each}" for each in PLACEHOLDERS)
+                    raise ValueError(f"{text!r} names what is not one of {known}. Write a dollar that is only itself as $$.")
+            return self
 
         def argv(self, command: str, **values: str) -> list[str]:
             """Return the words of `command`, the program by its path. Raises `ConfigError` if there is no such program."""
@@ -208,14 +203,6 @@ class Harness(Stage):
                 f"stages.{name}.commands: {failure}\nMend what the command needs and run strop again: it starts with the first"
                 f" command. If a key of the stage changes, add --from {name}."
             )
-
-
-def _check_placeholders(texts: Any) -> None:
-    for text in texts:
-        unknown = [each for each in Template(text).get_identifiers() if each not in PLACEHOLDERS]
-        if unknown or not Template(text).is_valid():
-            known = ", ".join(f"${each}" for each in PLACEHOLDERS)
-            raise ValueError(f"{text!r} names what is not one of {known}. Write a dollar that is only itself as $$.")
 
 
 def _interval(metrics: Mapping[str, float], name: str) -> dict[str, float]:
