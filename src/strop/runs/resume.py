@@ -53,14 +53,8 @@ def stages_to_run(recipe: Recipe, until: str | None, start: Starts, only: Starts
     up_to = names if until is None else names[: names.index(until) + 1]
     selected = tuple(recipe.with_parents(wanted) if wanted else up_to)
     if late := [name for name in starts if name not in selected]:
-        if wanted:
-            raise ConfigError(
-                f"--from {late[0]} is no stage that --only {' --only '.join(wanted)} needs. Remove one of the options."
-            )
-        raise ConfigError(
-            f"--from {late[0]} comes after --until {until}, so it would not run. Remove one of the options, or name a later"
-            " stage in --until."
-        )
+        why = f"is no stage that --only {' --only '.join(wanted)} needs" if wanted else f"comes after --until {until}"
+        raise ConfigError(f"--from {late[0]} {why}, so it would not run. Remove one of the options, or name a later stage.")
     return selected
 
 

@@ -134,20 +134,19 @@ async def take_updates(
         done = await checkpoints.resume(context, trainer)
         context.started(steps, done)
         metrics = StageMetrics(context, done_steps=done)
-        before_s = metrics.last.get("time/elapsed_s", 0.0) + metrics.last.get("time/validation_s", 0.0)
-        started = time.perf_counter() - before_s
+        clock = StageClock(None, metrics.last)
         for step in range(done + 1, steps + 1):
             await writer.check()
-            step_started = time.perf_counter()
+            started = time.perf_counter()
             try:
                 report, figures = await take(step)
             except CannotLearnError:
                 await writer.save_if_missing(step - 1)
                 raise
-            figures = {**figures, **single_update_metrics(report), "time/step_s": time.perf_counter() - step_started}
-            figures |= {} if validate is None else await validate(step)
-            elapsed_s = time.perf_counter() - started - figures.get("time/validation_s", 0.0)
-            metrics.append(step, figures | {"time/elapsed_s": elapsed_s})
+            figures = {**figures, **single_update_metrics(report), "time/step_s": time.perf_counter() - started}
+            clock.step_finished(is_validated=False)
+            validation = {} if validate is None else await validate(step)
+            metrics.append(step, {**figures, **validation, **clock.metrics})
             if writer.is_due(step) and step < steps:
                 await writer.save(step)
         metrics.close()
