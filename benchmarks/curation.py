@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from strop.curation.config import load_curation
-from strop.curation.duplicates import NearDuplicates
+from strop.curation.rules import NearDuplicates
 from strop.curation.run import run_curation
 from strop.types import Task
 

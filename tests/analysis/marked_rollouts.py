@@ -1,6 +1,6 @@
 """Trajectories written by hand: each token is a text, an entropy, and maybe a mark that it was forced."""
 
-from strop.analysis.marks import mark
+from strop.analysis.statistics import mark
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, ToolCall, ToolOutcome, Trajectory, Turn
 
 

@@ -1,8 +1,7 @@
 import pytest
 from marked_rollouts import CALL, rollout
 
-from strop.analysis.marks import Part, Position
-from strop.analysis.statistics import Figures, count
+from strop.analysis.statistics import Figures, Part, Position, count
 
 # Ten sampled tokens in three turns, so the top 20 % are two: "hm" with 2.0 and "wrong" with 1.0.
 THREE_TURNS = rollout(

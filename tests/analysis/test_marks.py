@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strop.algorithms.losses import high_entropy_mask
-from strop.analysis.marks import top_entropy
+from strop.analysis.statistics import top_entropy
 from strop.evaluation.metrics import REFLECTION
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from strop.analysis.marks import Part, answer_spans, call_spans, inside, token_parts
+from strop.analysis.statistics import Part, answer_spans, call_spans, inside, token_parts
 
 R, C, A = Part.REASONING, Part.TOOL_CALL, Part.ANSWER
 

@@ -1,6 +1,6 @@
 import pytest
 
-from strop.curation.answers import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer, bare
+from strop.curation.rules import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer, bare
 from strop.types import Task
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.curation.answers import words
 from strop.curation.config import DecontaminationRule, make_rule
 from strop.curation.decontamination import Decontamination
+from strop.curation.rules import words
 from strop.tasks import load_rows
 from strop.tasks.rows import JsonlRows, ParquetRows
 from strop.types import Task

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from strop.curation.config import curate
-from strop.curation.duplicates import ExactDuplicates, NearDuplicates
+from strop.curation.rules import ExactDuplicates, NearDuplicates
 from strop.types import Task
 
 from .problems import problems

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from strop.curation.config import curate, make_rule
-from strop.curation.outcomes import (
+from strop.curation.rules import (
     Agreement,
     AgreementRule,
     Outcome,

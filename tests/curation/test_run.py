@@ -12,7 +12,7 @@ import pytest
 from strop.curation import run
 from strop.curation.config import CurationConfig, load_curation
 from strop.curation.decontamination import read_benchmark
-from strop.curation.outcomes import AgreementRule, key_of
+from strop.curation.rules import AgreementRule, key_of
 from strop.curation.run import run_curation
 from strop.errors import ConfigError, RunError, TaskError
 from strop.recipe.load import load_recipe

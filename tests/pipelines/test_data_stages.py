@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE, recipe_of, run_recipe
-from strop.curation.outcomes import outcome_of
+from strop.curation.rules import outcome_of
 from strop.errors import MachineError, RunError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.recipe import Recipe, resolve

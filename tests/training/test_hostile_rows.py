@@ -3,7 +3,7 @@
 import pytest
 
 from strop.cs336.supplement import _read_pairs
-from strop.curation.outcomes import read_outcomes
+from strop.curation.rules import read_outcomes
 from strop.errors import RunError, TaskError, UserError
 from strop.evaluation.arena_hard import read_questions
 from strop.run_directory import read_json, read_lines

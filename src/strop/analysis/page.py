@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.analysis.marks import TOP_SHARE, Part, Position
 from strop.analysis.read import Analysis
-from strop.analysis.statistics import LAST_OFFSET, Figures
+from strop.analysis.statistics import LAST_OFFSET, TOP_SHARE, Figures, Part, Position
 from strop.reports.html import render
 from strop.reports.number_format import Table, Unit, figure
 from strop.reports.plots import Drawing, Plot, Series

@@ -9,8 +9,7 @@ from functools import lru_cache, partial
 
 from pydantic import TypeAdapter, ValidationError
 
-from strop.analysis.marks import mark, with_entropies
-from strop.analysis.statistics import Figures, count
+from strop.analysis.statistics import Figures, count, mark, with_entropies
 from strop.errors import RunError, UserError
 from strop.reports.log import RunLog, StageLog, read_run
 from strop.reports.rollouts import find_tokenizer, token_texts

@@ -17,10 +17,16 @@ from typing import Annotated, Any, Protocol, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate, with_paths
-from strop.curation.answers import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer
 from strop.curation.decontamination import DecontaminationRule
-from strop.curation.duplicates import ExactDuplicatesRule, NearDuplicatesRule
-from strop.curation.outcomes import AgreementRule
+from strop.curation.rules import (
+    AgreementRule,
+    ExactDuplicatesRule,
+    IntegerAnswer,
+    NearDuplicatesRule,
+    SimpleAnswer,
+    SmallNumbers,
+    VerifiableAnswer,
+)
 from strop.errors import did_you_mean
 from strop.reports.html import render
 from strop.run_directory import read_lines, write_text

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.curation.answers import RuleScope, grams, signs_and_words, words
+from strop.curation.rules import RuleScope, grams, signs_and_words, words
 from strop.tasks import iterate_rows
 from strop.tasks.rows import RowSource
 from strop.types import Task

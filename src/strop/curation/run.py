@@ -38,7 +38,7 @@ from strop.curation.config import (
     write_part,
 )
 from strop.curation.decontamination import DecontaminationRule
-from strop.curation.outcomes import AgreementRule
+from strop.curation.rules import AgreementRule
 from strop.errors import MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.files import keeping_commits, writing_rows

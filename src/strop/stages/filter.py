@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from strop.curation.outcomes import Outcome, outcome_of
+from strop.curation.rules import Outcome, outcome_of
 from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.stage import Product, StageResult

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from pydantic import Field
 
-from strop.curation.outcomes import outcome_of
+from strop.curation.rules import outcome_of
 from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.stage import Product, StageResult
