@@ -6,8 +6,8 @@ drawn as a page.
 
 from __future__ import annotations
 
-import heapq
 import json
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -194,16 +194,13 @@ class Tally:
     def add(self, verdict: Verdict) -> None:
         self.num_tasks += 1
         self.verdicts.setdefault(verdict.task.source, Counter())[verdict.rule] += 1
-        heap = self._samples.setdefault(verdict.rule, [])
-        entry = (-derive_seed("shown", verdict.rule, verdict.task.id), -self.num_tasks, verdict)
-        if len(heap) < _NUM_SAMPLES:
-            heapq.heappush(heap, entry)
-        else:
-            heapq.heappushpop(heap, entry)
+        samples = self._samples.setdefault(verdict.rule, [])
+        insort(samples, (derive_seed("shown", verdict.rule, verdict.task.id), self.num_tasks, verdict))
+        del samples[_NUM_SAMPLES:]
 
     def samples(self, rule: str = "") -> tuple[Verdict, ...]:
         """Return samples of what `rule` dropped, or of what was kept."""
-        return tuple(verdict for *_, verdict in sorted(self._samples.get(rule, ()), reverse=True))
+        return tuple(verdict for *_, verdict in self._samples.get(rule, ()))
 
     def by_rule(self, scopes: Mapping[str, frozenset[str] | None]) -> list[RuleTally]:
         """Return one tally for each rule, in the order in which they judged.
