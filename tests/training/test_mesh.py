@@ -77,7 +77,7 @@ def life(learner, directory):
     found["tokens"] = tokens_of_layers(learner)
     found["first"] = step(learner, 0)
     found["weights"] = weights_of(learner)
-    learner.save(directory / "checkpoint")
+    learner.snapshot().write(directory / "checkpoint")
     found["second"], found["later"] = step(learner, 1), weights_of(learner)
     learner.load(directory / "checkpoint")
     found["resumed"] = step(learner, 1), weights_of(learner)

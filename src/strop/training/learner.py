@@ -244,13 +244,8 @@ class Learner:
         tensor = self.tensor(name).to(dtype)
         return tensor if rank == self.world.rank else None
 
-    def save(self, directory: Path) -> None:
-        """Write model or adapter, state and counters. The first rank writes what is not divided."""
-        self.snapshot(is_copy=False).write(directory)
-        self._rest()
-
-    def snapshot(self, *, is_copy: bool = True) -> Snapshot:
-        """Return the content of a checkpoint. Without a copy, write it before the next call."""
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the content of a checkpoint: model or adapter, state and counters."""
         self._check()
         state = self.optimization.moments()
         counters: dict[str, Any] = {
@@ -262,10 +257,9 @@ class Learner:
         if self.critic is not None:
             state |= self.critic.state()
             counters["critic"] = self.critic.optimization.counters()
-        if is_copy:
-            state = copied(state)
-            self._rest()
-        return Snapshot(write_weights=self._weights_to_write(is_copy=is_copy), state=state, counters=counters, world=self.world)
+        state = copied(state)
+        self._rest()
+        return Snapshot(write_weights=self._weights_to_write(), state=state, counters=counters, world=self.world)
 
     def snapshot_writer(self) -> WriteCheckpoint:
         return self.snapshot().write
@@ -275,9 +269,9 @@ class Learner:
         if self.critic is not None:
             self.critic.optimization.rest()
 
-    def _weights_to_write(self, *, is_copy: bool) -> Callable[[Path], None] | None:
-        """Return a function that writes the policy's weights or its adapter; None on all ranks but the first."""
-        tensors = self._whole_model(is_copy=is_copy) if self.adapter is None else self._whole_adapter(is_copy=is_copy)
+    def _weights_to_write(self) -> Callable[[Path], None] | None:
+        """Return a function that writes a copy of the policy's weights or its adapter; None on all ranks but the first."""
+        tensors = self._whole_model(is_copy=True) if self.adapter is None else self._whole_adapter(is_copy=True)
 
         def write(directory: Path) -> None:
             if self.adapter is None:

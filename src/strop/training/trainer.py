@@ -188,7 +188,8 @@ class Trainer:
 
     async def save(self, directory: Path) -> None:
         """Write a checkpoint into the empty `directory`: the model or adapter, the state of optimizer and critic, counters."""
-        await self._thread.run(lambda: self.learner.save(directory.absolute()))
+        write = await self.snapshot()
+        await asyncio.to_thread(write, directory.absolute())
 
     async def snapshot(self) -> WriteCheckpoint:
         """Copy in memory what `save` writes. Return a function that writes the copy, also while training continues.
