@@ -32,14 +32,6 @@ class RunError(UserError):
     """A run directory that cannot be used as asked: another recipe's, half copied, or on a full disk."""
 
 
-class StaleStages(RunError):  # noqa: N818 - named for what was found
-    """Finished stages that the recipe would now make in another way; `reasons` has a line for each."""
-
-    def __init__(self, message: str, reasons: str) -> None:
-        super().__init__(message)
-        self.reasons = reasons
-
-
 class ModelError(UserError):
     """A model or tokenizer that cannot do what the recipe asks of it."""
 

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,23 +29,14 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(context)
         except UserError as error:
-            command = self.commands.get(context.invoked_subcommand)
-            options = {} if command is None else {str(option.name): option.opts[0] for option in command.params}
-            raise UserError(in_options(str(error), options)) from error
+            raise UserError(in_options(str(error))) from error
 
 
-def in_options(message: str, options: Mapping[str, str]) -> str:
-    """Return `message` with keys replaced by options: `sandbox.min_level = 'confined'` becomes `--min-level confined`.
-
-    Args:
-        options: the option of each key.
-    """
-    keys = "|".join(key for key in options if key in SandboxConfig.model_fields)
-    if not keys:
-        return message
+def in_options(message: str) -> str:
+    """Return `message` with keys replaced by options: `sandbox.min_level = 'confined'` becomes `--min-level confined`."""
     return re.sub(
-        rf"(?<![\w./-])sandbox\.({keys})(?![\w/-]|\.\w)(?: = ['\"]([^'\"]*)['\"])?",
-        lambda key: f"{options[key[1]]}{f' {key[2]}' if key[2] else ''}",
+        r"\bsandbox\.(min_level|level|url)\b(?: = '([^']*)')?",
+        lambda key: f"--{key[1].replace('_', '-')}{f' {key[2]}' if key[2] else ''}",
         message,
     )
 

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.reports.number_format import counted
+from strop.reports.rollouts import clipped
+from strop.reports.terminal import printable
 
 
 class Problem(Exception):  # noqa: N818 - named for what was found
@@ -127,15 +129,9 @@ def _table(diagnosis: Diagnosis) -> Padding:
 
 def _marked(piece: Piece) -> tuple[str, str]:
     """Return the text of a piece, and its style."""
-    shown = _readable(piece.text)
-    if piece.origin is Origin.PROMPT and len(shown) > _LEFT_OUT:
-        half = _LEFT_OUT // 2
-        shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
+    shown = printable(piece.text)
+    if piece.origin is Origin.PROMPT:
+        shown = clipped(shown, _LEFT_OUT)
     if not piece.is_trained:
         return shown, _STYLES[piece.origin]
     return f"⟦{shown}⟧", _TRAINED if piece.origin is Origin.SAMPLED else _WRONGLY_TRAINED
-
-
-def _readable(text: str) -> str:
-    """Line ends stay; other characters that a terminal would act on, or cannot show, become a dot."""
-    return "".join(letter if letter == "\n" or (letter.isprintable() and letter != "\ufffd") else "·" for letter in text)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, RunError, StaleStages, did_you_mean
+from strop.errors import ConfigError, RunError, did_you_mean
 from strop.pipeline.run import TrainResult
 from strop.pipeline.run import train as run_recipe
 from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
@@ -16,6 +16,8 @@ from strop.recipe.stage import STAGE_BEFORE, Product, Stage
 from strop.registry import checked
 from strop.reports.console import ConsoleProgress
 from strop.reports.trackers import Progress
+from strop.run_directory import RunDirectory
+from strop.runs.lineage import lineages, why_stale
 from strop.stages.evaluation import Eval
 from strop.stages.harness import Harness
 from strop.stages.model import ModelStage, find_model
@@ -122,13 +124,13 @@ async def evaluate_model(
         RunError: the evaluation has begun there with other keys or data.
     """
     chosen = evaluation_of(recipe, str(find_model(str(model))), choose_evaluation(recipe, stage))
-    try:
-        result = await run_recipe(chosen, directory, progress=progress)
-    except StaleStages as error:  # its remedy is an option of `strop train`
+    run = RunDirectory(directory)
+    if stale := why_stale(run, chosen, lineages(chosen, run)):  # else the message of `strop train`, which has --from
+        lines = "\n".join(f"  {name}: {why}" for name, why in stale.items())
         raise RunError(
-            f"{directory} holds another evaluation:\n{error.reasons}\nGive this one another name with --name, or remove that"
-            " directory."
-        ) from error
+            f"{directory} holds another evaluation:\n{lines}\nGive this one another name with --name, or remove that directory."
+        )
+    result = await run_recipe(chosen, directory, progress=progress)
     return result.evaluations[0]
 
 

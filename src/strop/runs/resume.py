@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from strop.errors import ConfigError, StaleStages, did_you_mean
+from strop.errors import ConfigError, RunError, did_you_mean
 from strop.recipe.recipe import Recipe
 from strop.run_directory import RunDirectory, cut_back, names_damage, read_json, read_lines, write_json, write_text
 from strop.runs.lineage import Lineage, lineages, mark_stale, parents_of, recorded_lineage, why_stale
@@ -74,8 +74,7 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     The same command after a kill continues, and moves nothing a second time. The caller holds the lock of the directory.
 
     Raises:
-        RunError: the directory holds something else.
-        StaleStages: a stage is stale and `start` does not rerun it.
+        RunError: the directory holds something else, or a stage is stale and `start` does not rerun it.
     """
     stages = stages_to_run(recipe, until, start, only)
     rerun = [name for name in stages if name in stages_to_rerun(recipe, start)]
@@ -85,10 +84,9 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     if blocking := {name: why for name, why in stale.items() if name in stages and name not in rerun}:
         first = " --from ".join([*named_starts(start), *_first_of(recipe, blocking)])
         lines = "\n".join(f"  {name}: {why}" for name, why in blocking.items())
-        raise StaleStages(
+        raise RunError(
             f"{run.path}: these stages are stale:\n{lines}\nRerun them with --from {first} (the present results are moved to"
-            f" {run.path / 'stale'}), restore what has changed, or give this run another name with --name.",
-            reasons=lines,
+            f" {run.path / 'stale'}), restore what has changed, or give this run another name with --name."
         )
     write_manifest(run, recipe, command)
     if rerun:
