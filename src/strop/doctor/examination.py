@@ -60,6 +60,10 @@ from strop.types import (
 )
 from strop.user_code import blaming
 
+CODE, PRINTED = "print(6*7)", "42"
+_NUM_CONVERSATIONS = 2
+_NUM_PROBES = 16
+_PROBE_TOKENS = 24
 _ROOM = 512  # tokens that the doctor's own conversation may take behind its prompt
 _NUM_TASKS = 32
 _NUM_TEXTS = 100  # that a tiny model's tokenizer is trained on; a run takes more
@@ -211,12 +215,6 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
         run = (await train(only, place / "model", progress=Progress(), runner=runner)).run
     summary = read_json(run.stage(name).done)["summary"]
     return name, product_of(run, name), summary if tiny is None else f"a new model: {summary}"
-
-
-CODE, PRINTED = "print(6*7)", "42"
-_NUM_CONVERSATIONS = 2
-_NUM_PROBES = 16
-_PROBE_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
