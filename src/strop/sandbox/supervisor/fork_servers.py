@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -68,6 +69,35 @@ def command(*script: str, level: IsolationLevel, profile: str, modules: tuple[st
     return [sys.executable, "-s", "-P", "-S", "-B", *script, json.dumps(settings)]
 
 
+def start_inside(
+    make_command: Callable[..., list[str]], environment: dict[str, str]
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a process of strop's own code that may die with the thread that calls this, so call it in that of the event loop.
+
+    Args:
+        make_command: returns the command, given as `control` the descriptor of the other end of the socket.
+
+    Returns:
+        a seqpacket socket to the process, and the process.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        ours.setblocking(False)
+        process = subprocess.Popen(
+            make_command(control=theirs.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        undo.pop_all()
+    return ours, process
+
+
 def profile_of(code: str) -> str:
     """The smallest profile with the modules that `code` imports. A wrong guess costs time, never correctness."""
     if "import" not in code:
@@ -92,23 +122,8 @@ class ForkServer:
         self._spare: Child | None = None
         self._to_send: deque[tuple[Child, bytes, tuple[int, int, int]]] = deque()
         self._hello: asyncio.Future[None] = self._loop.create_future()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(self._socket.close)
-            self._socket.setblocking(False)
-            # In this thread, which lives as long as the event loop: while it starts, and always at L2, the fork server dies
-            # with the thread that started it.
-            self._process = subprocess.Popen(
-                command(str(BOOT), "main", level=level, profile=profile, modules=modules, control=theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=ENVIRONMENT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-            undo.pop_all()
+        make = functools.partial(command, str(BOOT), "main", level=level, profile=profile, modules=modules)
+        self._socket, self._process = start_inside(make, ENVIRONMENT)
         self._loop.add_reader(self._socket, self._read)
         self.profile = profile
         self.num_spawned = 0

@@ -28,7 +28,7 @@ from typing import Self
 from strop.errors import MachineError, SessionLost
 from strop.sandbox.inside import confine, kernel, seccomp, wire
 from strop.sandbox.protocol import IsolationLevel
-from strop.sandbox.supervisor.fork_servers import BOOT
+from strop.sandbox.supervisor.fork_servers import BOOT, start_inside
 from strop.sandbox.supervisor.process_status import ProcessStatus, children_of, pid_of, stat_of, status_of
 from strop.sandbox.supervisor.processes import Interpreter, drain, readable
 
@@ -336,22 +336,10 @@ class NamespaceHelper:
 
     def start(self) -> None:
         """Start the process unless it runs."""
-        if self._socket is not None:
-            return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "confine", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                cwd="/",
-                env={"PATH": os.defpath, "LANG": "C.UTF-8"},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-            undo.pop_all()
-        self._socket = ours
+        if self._socket is None:
+            script = [sys.executable, "-s", "-P", "-S", "-B", str(BOOT), "confine"]
+            environment = {"PATH": os.defpath, "LANG": "C.UTF-8"}
+            self._socket, self._process = start_inside(lambda control: [*script, str(control)], environment)
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
