@@ -204,7 +204,7 @@ def _seconds(retry_after: str) -> float:
     return float(retry_after) if retry_after.strip().isdecimal() else 0.0
 
 
-class JsonService:
+class JsonService(PatientClient):
     """POSTs JSON to one service and reads JSON back; for many callers of one event loop.
 
     Args:
@@ -215,11 +215,10 @@ class JsonService:
     """
 
     def __init__(self, config: WebServiceConfig, *, cache: str | None = None) -> None:
-        self._config = config
-        self._cache = cache
+        super().__init__(config, max_pause_s=_MAX_PAUSE_S, max_running=config.max_running)
+        self._url, self._cache = config.url.rstrip("/"), cache
         key = read_key(config, config.url)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = PatientClient(config, max_pause_s=_MAX_PAUSE_S, max_running=config.max_running)
 
     async def post(self, path: str, body: Mapping[str, Any], parse: Callable[[Any], Parsed]) -> Parsed:
         """What `parse` returns for the answer. It raises `ServiceRefused` for a malformed answer, which is retried.
@@ -227,22 +226,19 @@ class JsonService:
         Raises:
             ServiceRefused: no try gave an answer, or the service refused the request itself.
         """
-        url = self._config.url.rstrip("/") + path
+        url = self._url + path
 
         async def send(client: httpx2.AsyncClient) -> httpx2.Response:
             return await client.post(url, json=body, headers=self._headers)
 
         try:
-            return await self._client.ask(send, parse, place=url, hints=_hints(body))
+            return await self.ask(send, parse, place=url, hints=_hints(body))
         except ServiceRefused as refused:
             if refused.status is not None:
                 raise
             raise ServiceRefused(
                 f"{refused} Repair the service, or give it more time (timeout_s, retries). {self._what_is_kept()}"
             ) from refused
-
-    async def close(self) -> None:
-        await self._client.close()
 
     def _what_is_kept(self) -> str:
         if self._cache is None:
@@ -373,9 +369,7 @@ class Gatherer(Generic[AskedT, AnswerT]):
                 answer.set_exception(MachineError(_CLOSED))
 
     def _begin(self) -> None:
-        asked = [
-            (question, answer) for question, answer in self._waiting if not answer.done()
-        ]  # done: its caller was cancelled
+        asked = [each for each in self._waiting if not each[1].done()]  # done: its caller was cancelled
         self._waiting = []
         if asked:
             running = asyncio.get_running_loop().create_task(self._answer(asked))
