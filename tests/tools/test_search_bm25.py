@@ -72,14 +72,15 @@ def test_the_index_is_built_once_and_anew_for_another_corpus_or_other_settings(
     built = []
     index = bm25s.BM25.index
     monkeypatch.setattr(bm25s.BM25, "index", lambda *args, **rest: (built.append(1), index(*args, **rest))[1])
-    assert not index_of(towns).was_built
+    index_of(towns)
     assert built == []
     small = towns / "small.jsonl"
     write_corpus(small, list(facts(10)))
-    assert [index_of(towns, "small.jsonl").was_built for _ in range(2)] == [True, False]
-    assert index_of(towns, "small.jsonl", language="none").was_built
+    for num_built, language in ((1, "english"), (1, "english"), (2, "none")):
+        index_of(towns, "small.jsonl", language=language)
+        assert len(built) == num_built
     write_corpus(small, list(facts(11)))
-    assert index_of(towns, "small.jsonl").was_built
+    index_of(towns, "small.jsonl")
     assert len(built) == 3
     assert not [each for each in (towns / "index").iterdir() if each.name.startswith(".")]
 
@@ -94,7 +95,8 @@ def test_an_index_that_was_cut_off_while_it_was_built_is_not_used(tmp_path: Path
         during.setattr(bm25s.BM25, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             index_of(tmp_path)
-    assert index_of(tmp_path).was_built
+    assert not list((tmp_path / "index").glob("bm25-*"))
+    assert index_of(tmp_path).search("town", 1) is not None
 
 
 def test_words_are_stemmed_unless_told_otherwise_and_nothing_is_found_without_a_common_word(tmp_path: Path) -> None:

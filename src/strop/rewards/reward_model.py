@@ -70,7 +70,10 @@ def load_reward_model(directory: Path) -> transformers.PreTrainedModel:
 
 def check_reward_model(directory: Path) -> None:
     """Check that there is one, without loading weights. Raises `ModelError` if there is nothing, or a language model."""
-    _check_model(directory)
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{directory}: there is no model here: config.json is missing. Name a directory that transformers can load."
+        )
     if not has_reward_head(directory):
         raise ModelError(
             f"{directory}: a language model, not a reward model: it has no head of one number. A stage of kind 'reward_model'"
@@ -139,17 +142,9 @@ def score_rows(model: transformers.PreTrainedModel, rows: Sequence[Sequence[int]
     return scores
 
 
-def _check_model(directory: Path) -> None:
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{directory}: there is no model here: config.json is missing. Name a directory that transformers can load."
-        )
-
-
 def _load(directory: Path) -> transformers.PreTrainedModel:
     import transformers
 
-    _check_model(directory)
     try:
         with _quiet():  # warnings about the language model's head, which is not loaded, and the new one
             model = transformers.AutoModelForSequenceClassification.from_pretrained(

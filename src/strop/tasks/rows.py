@@ -152,7 +152,9 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
             f"its wording has {{{unknown[0]}}}, which is no fact of the task; its facts: {', '.join(facts) or 'none'}"
         )
     posed = _PLACE.sub(lambda place: known[place[1]], columns.wording)
-    return Task(id=name, question=posed, answer=answer, source=_source(row, shape, source), facts=facts)
+    if shape is PUBLISHED["strop"]:
+        source = str(row.get("source") or source)
+    return Task(id=name, question=posed, answer=answer, source=source, facts=facts)
 
 
 def _why_elsewhere(row: Row, columns: Columns) -> str:
@@ -193,10 +195,6 @@ def _known_facts(row: Row, shape: Published) -> dict[str, str]:
             raise Unreadable(f"its 'facts' is a {type(own).__name__}; an object of texts was expected")
         facts |= {str(name): str(value) for name, value in own.items()}
     return facts
-
-
-def _source(row: Row, shape: Published, source: str) -> str:
-    return str(row.get("source") or source) if shape is PUBLISHED["strop"] else source
 
 
 def within_limits(verdict: Verdict, columns: Columns, num_before: int) -> Verdict:

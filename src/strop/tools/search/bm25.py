@@ -58,8 +58,7 @@ class Bm25Index(Backend):
         self._stem = _stemmer(config.language)
         self.passages: Sequence[Passage] = read_corpus(Path(config.path))
         place = _place(config, self.passages)
-        self.was_built = not place.exists()
-        if self.was_built:
+        if not place.exists():
             self._build(config, place)
         self._index: Any = _bm25s().BM25.load(str(place), show_progress=False)
         self._scoring = threading.Lock()  # the library is not documented as thread-safe
