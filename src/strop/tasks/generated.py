@@ -9,12 +9,13 @@ something of the others? Each has exactly one solution, found by trying all worl
 from __future__ import annotations
 
 import itertools
+import operator as operators
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -25,6 +26,12 @@ from strop.types import Task, derive_seed
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
 _TEST_SHARE = 10  # one in so many problems belongs to the test split
 _MAX_DRAWS = 1000
+OPERATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operators.add,
+    "-": operators.sub,
+    "*": operators.mul,
+    "/": operators.truediv,
+}
 
 
 class GeneratedTasks(TaskSource):
@@ -128,12 +135,10 @@ class ArithmeticTasks(GeneratedTasks):
         is_sum = False
         for operand in operands[1:]:
             operator = draw.choice(self.config.operators)
-            if operator == "*":
-                expression = f"({expression})*{operand}" if is_sum else f"{expression}*{operand}"
-                value, is_sum = value * operand, False
-            else:
-                expression = f"{expression}{operator}{operand}"
-                value, is_sum = value + operand if operator == "+" else value - operand, True
+            if operator == "*" and is_sum:
+                expression = f"({expression})"
+            expression = f"{expression}{operator}{operand}"
+            value, is_sum = OPERATIONS[operator](value, operand), operator != "*"
         return expression, value
 
 
@@ -221,17 +226,9 @@ def join(left: Expression, right: Expression, operator: str) -> Expression | Non
     """The larger of the two before the smaller; None where the quotient is not whole."""
     if operator in "-/" and left.value < right.value:
         left, right = right, left
-    match operator:
-        case "+":
-            value = left.value + right.value
-        case "-":
-            value = left.value - right.value
-        case "*":
-            value = left.value * right.value
-        case _:
-            if right.value == 0 or (left.value / right.value).denominator != 1:
-                return None
-            value = left.value / right.value
+    if operator == "/" and (right.value == 0 or (left.value / right.value).denominator != 1):
+        return None
+    value = OPERATIONS[operator](left.value, right.value)
     text = f"{_bracketed(left, operator, is_right=False)}{operator}{_bracketed(right, operator, is_right=True)}"
     return Expression(text=text, value=value, operator=operator)
 

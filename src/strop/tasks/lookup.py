@@ -10,7 +10,6 @@ are passages like any other, and nothing is asked about them.
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +21,11 @@ from pydantic import Field
 from strop.errors import TaskError
 from strop.run_directory import shortened
 from strop.tasks.files import Rows, read_rows
-from strop.tasks.generated import GeneratedTasks
+from strop.tasks.generated import OPERATIONS, GeneratedTasks
 from strop.tasks.protocol import Split
 from strop.types import Task, derive_seed
 
 _MIN_OPERAND, _MAX_OPERAND = 10, 99
-_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _TEST_SHARE = 5  # one in so many subjects belongs to the test split
 
 
@@ -95,7 +93,7 @@ class LookupTasks(GeneratedTasks):
         if self.config.operators:
             sign = draw.choice(self.config.operators)
             operand = draw.randint(_MIN_OPERAND, _MAX_OPERAND)
-            operation, answer = f"{sign}{operand}", _OPERATIONS[sign](value, operand)
+            operation, answer = f"{sign}{operand}", OPERATIONS[sign](value, operand)
         return Task(
             id=f"lookup/{attribute}/{subject}/{operation}",
             question=self.config.posed(attribute=attribute, subject=subject, operation=operation),
