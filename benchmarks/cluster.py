@@ -30,7 +30,7 @@ from strop.engine.protocol import Capabilities, digests_of, weights_checksum
 from strop.engine.publication import Publication
 from strop.engine.published_files import write_files
 from strop.training import TrainerConfig
-from strop.training.learner import LearnerOptions, open_learner
+from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.logprobs import LogprobModule
 from strop.training.models import load_model
 from strop.training.sharded import ShardedWeights, model_without_weights, world_of

@@ -19,9 +19,9 @@ from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column
 from strop.algorithms.ppo import PPO
+from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.batch import Row, pack_rows
 from strop.training.config import CriticConfig, CriticOptimizerConfig, LoraConfig, OptimizerConfig, TrainerConfig
-from strop.training.learner import LearnerOptions, open_learner
 from strop.training.workers import Rank
 
 pytestmark = pytest.mark.timeout(300)  # on a machine with two processors, each of the ranks waits for the others

@@ -1,4 +1,4 @@
-"""Builds the models of a trainer (policy, reference, critic), or one rank's part of them, and computes with them."""
+"""Computes with the models of a trainer (policy, reference, critic), or with one rank's part of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ from strop.engine.config import measured_flops_per_s
 from strop.engine.model_directory import read_weights
 from strop.engine.protocol import checksum_of, weights_checksum
 from strop.engine.published_files import write_adapter, write_files
-from strop.engine.torch.cpu.resources import keep_freed_memory
 from strop.errors import ModelError
-from strop.rewards.reward_model import has_reward_head, head_of, load_reward_model
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows
 from strop.training.config import TrainerConfig
-from strop.training.cpu.attention import use_row_attention
-from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import LogprobModule
 from strop.training.lora import Adapter, published_name
 from strop.training.models import (
-    PROBE_TOLERANCE,
-    check_logprobs,
     check_shapes,
-    checkpoint_activations,
-    load_model,
-    read_tokenizer_files,
 )
 from strop.training.optimizer import (
     Optimization,
@@ -45,15 +36,13 @@ from strop.training.optimizer import (
     ValueStatistics,
     add_up_gradient,
 )
-from strop.training.roles import AdapterReference, Critic, FrozenReference, Reference, ValueModule
+from strop.training.roles import Critic, Reference
 from strop.training.weights import (
-    MasterWeights,
     Snapshot,
     Weights,
     WriteCheckpoint,
     copied,
     read_tensors,
-    round_weights,
     shell_of,
     write_model,
 )
@@ -412,135 +401,3 @@ def update_cost(tokens: int, row_tokens: int, flops: float, started: float, conf
         peak_flops_per_s=sum(rate for rate, _ in of_ranks),
         peak_memory_mib=max(memory for _, memory in of_ranks),
     )
-
-
-_ROUNDED_TOLERANCE = 0.5  # nats, between two orders of the same bfloat16 sums; a cap of the logits moves them by several
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerOptions:
-    """The arguments of `Trainer.from_directory`."""
-
-    directory: Path
-    config: TrainerConfig
-    reference: Path | None
-    critic: Path | None
-    total_updates: int | None
-    total_critic_updates: int | None
-
-
-def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  # noqa: B008 - immutable
-    """Return a learner, as one rank of `world`.
-
-    Dropout is off, so that a token scored twice gets the same log-prob: of the first update after a score every ratio is
-    exactly 1, because both cut the batch into the same micro-batches.
-    """
-    directory, config, reference = options.directory, options.config, options.reference
-    if config.lora is not None and reference is not None and reference.resolve() != directory.resolve():
-        raise ModelError(
-            f"{reference}: with trainer.lora the reference is the model under the adapter. Remove the other reference."
-        )
-    dtype, device = getattr(torch, config.precision), config.torch_device
-    keep_freed_memory(config.torch_device.type == "cpu" and not config.gives_back_memory)
-    is_read_in_parts = world.size > 1 and config.lora is None
-    model = _model_without_weights(directory) if is_read_in_parts else load_model(directory)
-    model = model.eval().requires_grad_(True)
-    if world.size == 1:
-        model = model.to(device)
-    policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing, group=world.sequence)
-    if not is_read_in_parts:
-        check_logprobs(policy, is_packed=config.packing)
-    adapter = None if config.lora is None else Adapter(model, config.lora)
-    if config.activation_checkpointing:
-        checkpoint_activations(model, dtype if world.size == 1 else None)
-    weights = _weights_of(
-        policy,
-        model,
-        config,
-        world,
-        rounds_layers=not config.activation_checkpointing,
-        directory=directory if is_read_in_parts else None,
-    )
-    if is_read_in_parts:
-        tolerance = PROBE_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
-        check_logprobs(policy, is_packed=config.packing, tolerance=tolerance)
-        weights.rest()
-    measured: Reference | None = None
-    if adapter is not None and reference is not None:
-        measured = AdapterReference(policy, adapter, weights)
-    elif reference is not None:
-        frozen = (_model_without_weights if world.size > 1 else load_model)(reference).eval().requires_grad_(False)
-        _compute_as_the_policy(frozen, config)
-        scorer = LogprobModule(
-            round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing, group=world.sequence
-        )
-        if world.size == 1:
-            scorer.to(device)
-        else:
-            from strop.training.sharded import divide, read_parts
-
-            divide(scorer, world)
-            read_parts(scorer, frozen, reference, device)
-        measured = FrozenReference(scorer, weights, reference)
-    return Learner(
-        policy,
-        weights,
-        config,
-        world=world,
-        adapter=adapter,
-        reference=measured,
-        critic=None if options.critic is None else _open_critic(options.critic, options, world, model),
-        tokenizer_files=read_tokenizer_files(directory),
-        total_updates=options.total_updates,
-    )
-
-
-def _model_without_weights(directory: Path) -> transformers.PreTrainedModel:
-    from strop.training.sharded import model_without_weights  # FSDP takes a second to import
-
-    return model_without_weights(directory)
-
-
-def _weights_of(
-    root: nn.Module,
-    model: nn.Module,
-    config: TrainerConfig,
-    world: World,
-    *,
-    rounds_layers: bool = True,
-    directory: Path | None = None,
-) -> Weights:
-    dtype, device = getattr(torch, config.precision), config.torch_device
-    if world.size == 1:
-        return MasterWeights(model, dtype, rounds_layers=rounds_layers)
-    from strop.training.sharded import ShardedWeights  # FSDP takes a second to import
-
-    return ShardedWeights(root, model, dtype, device, world, directory=directory)
-
-
-def _compute_as_the_policy(model: transformers.PreTrainedModel, config: TrainerConfig) -> None:
-    """Use the layers of the policy, since others differ by rounding."""
-    use_lean_layers(model)
-    if config.packing:
-        use_row_attention(model)
-
-
-def _open_critic(directory: Path, options: LearnerOptions, world: World, policy: transformers.PreTrainedModel) -> Critic:
-    config = options.config
-    is_reward_model = has_reward_head(directory)
-    model = load_reward_model(directory) if is_reward_model else load_model(directory)
-    if model.config.vocab_size != policy.config.vocab_size:
-        raise ModelError(
-            f"{directory}: has {model.config.vocab_size} tokens and the policy has {policy.config.vocab_size}. Start the critic"
-            " from a model with the policy's tokenizer."
-        )
-    decoder = model.base_model.eval().requires_grad_(True)
-    _compute_as_the_policy(decoder, config)
-    if config.activation_checkpointing:
-        checkpoint_activations(decoder)
-    head = head_of(model) if is_reward_model else None
-    values = ValueModule(decoder, is_packed=config.packing, group=world.sequence, head=head)
-    if world.size == 1:
-        values = values.to(config.torch_device)
-    weights = _weights_of(values, values, config, world)
-    return Critic(values, weights, config, world=world, total_updates=options.total_critic_updates)

@@ -14,9 +14,10 @@ from strop.cluster.placement import Node
 from strop.engine.protocol import COPIED_AT_ONCE, Capabilities, InferenceEngine, NamedTensor
 from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import end_team
+from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
-from strop.training.learner import Learner, LearnerOptions, open_learner
+from strop.training.learner import Learner
 from strop.training.optimizer import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
 from strop.training.weights import WriteCheckpoint
 from strop.training.workers import LearnerGroup

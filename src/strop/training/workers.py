@@ -22,9 +22,9 @@ from strop.cluster.actors import Actors
 from strop.cluster.connection import placed
 from strop.cluster.placement import Node
 from strop.errors import ActorsLost, TrainerLost
+from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
-from strop.training.learner import LearnerOptions, open_learner
 from strop.training.optimizer import UpdateReport
 from strop.training.weights import Snapshot, WriteCheckpoint
 
