@@ -179,7 +179,7 @@ async def take_steps(
             step += 1
             await writer.check()
             before = Done(steps=step - 1, updates=trainer.num_updates)
-            now = stage.at(before)
+            now = stage.at(before) if stage.schedule else stage
             try:
                 result = await take(step, now, weights)
             except CannotLearnError:  # nothing was updated, so the state is that of the step before
