@@ -38,7 +38,8 @@ from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe, resolve
 from strop.reports.trackers import Progress
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.protocol import Tool, ToolResult, WrappedTool
+from strop.tools.limits import WrappedTool
+from strop.tools.protocol import Tool, ToolResult
 from strop.tools.python import Python
 
 ROOT = Path(__file__).parents[1]

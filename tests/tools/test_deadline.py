@@ -13,8 +13,9 @@ from scripted_node import ScriptedNode
 from strop.deadline import clock_stopped, deadline
 from strop.sandbox import ScriptedSandbox
 from strop.tools import Python, Tool, tool
+from strop.tools.limits import CallLimits, NoisyTool, limited
 from strop.tools.mcp import Mcp, McpServer, McpTool
-from strop.tools.protocol import CallLimits, NoisyTool, ToolSpec, limited
+from strop.tools.protocol import ToolSpec
 from strop.tools.python import PythonTool
 from strop.tools.search.tool import Search
 from strop.types import ToolOutcome

@@ -29,7 +29,8 @@ from strop.rollout.prompt import load_prompt
 from strop.sandbox import LocalSandbox, SandboxConfig, ScriptedSandbox
 from strop.stages.model import make_tokenizer
 from strop.tools import Python, Tool, mcp, open_tools, tool
-from strop.tools.protocol import CallLimits, ToolKind, limited
+from strop.tools.limits import CallLimits, limited
+from strop.tools.protocol import ToolKind
 from strop.tools.python import PythonTool
 from strop.types import Group, Task, ToolOutcome
 

@@ -21,7 +21,8 @@ from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks
 from strop.tasks.protocol import Split
-from strop.tools.protocol import AbsentTool, NoisyTool, Tool
+from strop.tools.limits import AbsentTool, NoisyTool
+from strop.tools.protocol import Tool
 from strop.types import Group, Trajectory, derive_seed
 
 _READERS: dict[str, Callable[[Trajectory], str]] = {

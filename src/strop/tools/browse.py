@@ -24,7 +24,8 @@ from strop.chat_client import ChatClient, ChatServiceConfig
 from strop.errors import ToolBroken, UserError
 from strop.http import ServiceRefused, is_unknown_host
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec, encodable
+from strop.tools.limits import CallLimits
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, encodable
 from strop.tools.search import Origin, ResultFile
 from strop.types import ToolOutcome
 

@@ -22,7 +22,8 @@ from strop import user_code
 from strop.errors import StropError, UserError
 from strop.registry import import_object
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.protocol import CallLimits, TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.limits import CallLimits
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
 from strop.types import ToolOutcome
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)

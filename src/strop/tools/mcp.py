@@ -22,7 +22,8 @@ from pydantic_core import to_json
 from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.function import parameters_schema
-from strop.tools.protocol import CallLimits, MaxChars, TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.limits import CallLimits, MaxChars
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.types import ToolOutcome
 

@@ -18,7 +18,8 @@ from pydantic import Field
 
 from strop.errors import MachineError, SessionLost, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner, CodeService, RunOutcome, RunRequest, RunResult
-from strop.tools.protocol import CallLimits, MaxChars, Tool, ToolKind, ToolResult, ToolSpec
+from strop.tools.limits import CallLimits, MaxChars
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.types import ToolOutcome
 
 _log = logging.getLogger(__name__)

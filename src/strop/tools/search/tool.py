@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from strop.sandbox.protocol import CodeRunner
-from strop.tools.protocol import CallLimits, MaxChars, TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.limits import CallLimits, MaxChars
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.search import Backend, KeptConfig, KeptResults, QueryRefused
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
