@@ -127,7 +127,7 @@ def policies(console: Console, timing: EngineTiming) -> tuple[dict[str, Any], di
         if name != "unforeseeable":  # nothing tells its long rollouts apart before they run: reported, not held to the bar
             bars[f"{name}_over_best_offline"] = {"value": over, "bar": "<= 1.05", "holds": over <= 1.05}
             bars[f"{name}_over_lower_bound"] = {"value": over_bound, "bar": "<= 1.05", "holds": over_bound <= 1.05}
-        lost = ours.evictions + ours.recomputed_tokens
+        lost = ours.ledger.evictions + ours.ledger.recomputed_tokens
         bars[f"{name}_evictions_and_recomputed_tokens"] = {"value": lost, "bar": "== 0", "holds": lost == 0}
         micros = ours.scheduling_us_per_event
         bars[f"{name}_scheduling_us_per_event"] = {"value": micros, "bar": "<= 50", "holds": micros <= 50}
@@ -228,7 +228,7 @@ def memory(console: Console) -> dict[str, Any]:
         table.add_row(
             "the largest length" + (f", memory taken {times:.0f} times" if times > 1 else ""),
             *(f"{outcome.makespan_s:.0f}", f"{outcome.makespan_s / offline_s:.3f}", f"{outcome.peak_kv_share:.1%}"),
-            *(f"{outcome.evictions}", f"{outcome.recomputed_tokens}"),
+            *(f"{outcome.ledger.evictions}", f"{outcome.ledger.recomputed_tokens}"),
         )
     console.print(table)
     return figures

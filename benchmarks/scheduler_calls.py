@@ -56,7 +56,7 @@ def measure(console: Console, engines: Mapping[str, Sequence[SimulatedMachine]])
             runs[f"{name}, {workers or 'no limit'}"] = outcome.as_json() | more
             table.add_row(
                 *(name, str(workers or "no limit"), f"{outcome.makespan_s:.0f}", f"{outcome.makespan_s / bound_s:.3f}"),
-                *(f"{outcome.busy_share:.1%}", f"{outcome.max_tools_queued}", f"{wait_s:.2f}", f"{outcome.evictions}"),
+                *(f"{outcome.busy_share:.1%}", f"{outcome.max_tools_queued}", f"{wait_s:.2f}", f"{outcome.ledger.evictions}"),
                 *(f"{outcome.scheduling_us_per_event:.1f}", f"{real_s:.0f}"),
             )
     console.print(table)

@@ -44,8 +44,6 @@ class Outcome:
     ledger: Ledger
     usage: Mapping[str, EngineUsage]  # rows that decoded, not rows that were requested
     max_conversations: int  # of all engines together
-    evictions: int
-    recomputed_tokens: int  # that an engine had computed before, after evictions
     prefilled_tokens: int
     peak_kv_share: float  # of the fullest engine, memory in use
     max_tools_queued: int
@@ -77,9 +75,10 @@ class Outcome:
 
     def as_json(self) -> dict[str, float]:
         """The metrics, without the timelines."""
-        names = ("makespan_s", "busy_share", "row_share", "tail_idle_share", "peak_kv_share", "evictions", "recomputed_tokens")
+        names = ("makespan_s", "busy_share", "row_share", "tail_idle_share", "peak_kv_share")
         more = ("prefilled_tokens", "max_tools_queued", "num_events", "scheduling_us_per_event")
-        return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
+        counts = {name: getattr(self.ledger, name) for name in ("evictions", "recomputed_tokens")}
+        return {name: getattr(self, name) for name in (*names, *more)} | counts | self.ledger.as_metrics()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,8 +267,6 @@ class _Simulation:
             ledger=ledger,
             usage={engine.spec.name: engine.usage for engine in engines},
             max_conversations=sum(engine.spec.max_conversations for engine in engines),
-            evictions=ledger.evictions,
-            recomputed_tokens=ledger.recomputed_tokens,
             prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
             peak_kv_share=max(engine.peak_tokens / (engine.spec.kv_blocks * engine.spec.block_tokens) for engine in engines),
             max_tools_queued=self._max_tools_queued,
@@ -386,8 +383,8 @@ def schedule_table(outcomes: Mapping[str, Outcome], *, bound_s: float) -> Table:
         ("rows that decode", *(f"{one.row_share:.1%}" for one in each)),
         ("idle at the end of the step", *(f"{one.tail_idle_share:.1%}" for one in each)),
         ("KV memory in use, at most", *(f"{one.peak_kv_share:.1%}" for one in each)),
-        ("evictions", *(figure(one.evictions) for one in each)),
-        ("recomputed tokens", *(figure(one.recomputed_tokens) for one in each)),
+        ("evictions", *(figure(one.ledger.evictions) for one in each)),
+        ("recomputed tokens", *(figure(one.ledger.recomputed_tokens) for one in each)),
         ("prefilled tokens", *(figure(one.prefilled_tokens) for one in each)),
         ("tool calls in the queue, at most", *(figure(one.max_tools_queued) for one in each)),
         ("mean wait for a tool", *(duration(one.ledger.tool_wait_s / max(1, one.ledger.tool_turns)) for one in each)),

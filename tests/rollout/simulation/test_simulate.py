@@ -88,11 +88,11 @@ def test_full_reservation_never_evicts_where_static_and_over_subscription_do() -
     rollouts = tuple((turn(90),) for _ in range(6))
     tight = [machine(kv_tokens=300)]
     ours = simulate(trace(*rollouts), tight, SchedulerConfig())
-    assert (ours.evictions, ours.recomputed_tokens) == (0, 0)
+    assert (ours.ledger.evictions, ours.ledger.recomputed_tokens) == (0, 0)
     for config in (SchedulerConfig(policy="static"), SchedulerConfig(oversubscription=2.0)):
         outcome = simulate(trace(*rollouts), tight, config)
-        assert outcome.evictions > 0
-        assert outcome.recomputed_tokens > 0
+        assert outcome.ledger.evictions > 0
+        assert outcome.ledger.recomputed_tokens > 0
         assert outcome.peak_kv_share <= 1
         assert len(outcome.ended) == 6
 
@@ -108,7 +108,7 @@ def test_every_token_and_turn_of_a_trace_is_counted_once() -> None:
     small = heavy_tailed(num_groups=12, group_size=8, seed=3)
     outcome = simulate(small, [machine(f"engine-{index}", kv_tokens=20_000) for index in range(4)], SchedulerConfig())
     assert set(outcome.ended) == {rollout.key for rollout in small.rollouts}
-    assert outcome.evictions == 0
+    assert outcome.ledger.evictions == 0
     assert outcome.ledger.sampled_tokens == sum(turn.num_tokens for rollout in small.rollouts for turn in rollout.turns)
     assert outcome.ledger.ended == outcome.ledger.offered == 96
     assert outcome.ledger.turns == sum(len(rollout.turns) for rollout in small.rollouts)
