@@ -105,7 +105,7 @@ def test_law_4_packing_changes_the_gradient_by_rounding_only(model_directory, ma
     batch = with_old_logprobs(batch, padded, noise=0.4)
     expected, expected_report = gradients_of(padded, batch)
     gradients, report = gradients_of(packed, batch)
-    assert_same_gradient(gradients, expected, 2e-6)
+    assert_same_gradient(gradients, expected, 5e-6)
     assert report.statistics == pytest.approx(expected_report.statistics, rel=1e-5, abs=1e-8)
 
 
