@@ -565,13 +565,15 @@ def rounded(value: Any) -> Any:
 def compare(expected: Mapping[str, tuple[Any, ...]], got: Values) -> int:
     """Print one line for each value that differs. Returns the exit status."""
     expected = {name: each for name, each in expected.items() if is_in_tables(name)}
-    differing = [name for name in sorted(expected | got) if expected.get(name, [""])[0] != got.get(name, [""])[0]]
+    differing = [name for name in sorted(expected) if expected[name][0] != got.get(name, [""])[0]]
     for name in differing:
-        print(f"{name}: expected {shown(expected.get(name))}, got {shown(got.get(name))}")
+        print(f"{name}: expected {shown(expected[name])}, got {shown(got.get(name))}")
     if differing:
-        print(f"{len(differing)} of {len(expected | got)} digests differ")
+        print(f"{len(differing)} of {len(expected)} digests differ")
         return 1
-    print(f"all {len(got)} digests equal")
+    print(f"all {len(expected)} digests equal")
+    if unknown := got.keys() - expected.keys():
+        print(f"{len(unknown)} values are not recorded for this machine: {', '.join(sorted(unknown))}")
     return 0
 
 
