@@ -1,4 +1,4 @@
-"""Words typed by a person -> a config -> one pipeline call. No logic here."""
+"""The `strop` command: its top-level commands, and how errors and signals become messages and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `strop data ...`."""
+"""The commands `strop data`: list, convert, curate, rewrite and pair data."""
 
 from __future__ import annotations
 

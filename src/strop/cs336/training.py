@@ -1,4 +1,4 @@
-"""Sections 4 and 7 of the assignment: prompts and responses as tokens, rewards as advantages, losses and gradients."""
+"""Sections 4 and 7 of the assignment: tokens, advantages, losses and gradients; and the prompts of all its sections."""
 
 from __future__ import annotations
 

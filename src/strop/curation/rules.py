@@ -1,4 +1,4 @@
-"""The rules of a curation file but for decontamination: over answers, recorded outcomes and duplicates; normal forms of texts.
+"""Curation rules for answers, duplicates and agreement with recorded outcomes; the file of outcomes; normal forms of texts.
 
 rStar2-Agent (arXiv 2508.20722, section 4.2) keeps only integer answers, because rule-based checks of other forms fail. It drops
 the huge numbers among Project Euler's answers, and keeps problems of OpenMathReasoning whose label agrees with at least 2 of 16

@@ -1,4 +1,4 @@
-"""Opens the parts of a recipe as a run does, and tries them out: conversations, their batch, log-probs from all sides."""
+"""Opens the parts of a recipe at a reduced size, and tries them out: conversations, their batch, log-probs from all sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `engine` table of a recipe: which engines sample, and how."""
+"""The `engine` table of a recipe: which engines sample, and how; and the measured speed that decides `dtype = "auto"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deterministic engine for tests, which returns given replies."""
+"""A deterministic engine for tests, which returns given replies, or those of a function of the request."""
 
 from __future__ import annotations
 

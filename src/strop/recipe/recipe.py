@@ -1,4 +1,4 @@
-"""The root of every recipe: what is shared, and the named stages of a run. Its JSON schema, for editors and `taplo check`."""
+"""The root of every recipe: shared tables, the graph of stages and its order; JSON schemas for editors and `taplo check`."""
 
 from __future__ import annotations
 

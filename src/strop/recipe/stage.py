@@ -1,4 +1,4 @@
-"""A stage: what it reads, what would make it fail, what it costs, and its run. The plan and the doctor know no more of it."""
+"""The base class of stages: inputs, checks, cost and run; and the config keys that stages with rollouts share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One plot -> one SVG: lines, bands, stacked areas, boundaries, a legend, and a note where a metric is missing.
+"""Plots as SVG, of one run or of arms over their seeds: lines, bands, stacked areas, boundaries, a legend, notes.
 
 Nothing is loaded from anywhere. Colours are CSS variables, so that a page's light and dark themes apply to the drawing;
 `draw(..., is_standalone=True)` includes the theme, for a file of its own.

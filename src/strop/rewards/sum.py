@@ -1,4 +1,4 @@
-"""Rewards that are a weighted sum of parts, selected by the facts of a task, or a function of the user's.
+"""A weighted sum of parts, each for the tasks whose facts select it; a function of the user's as a reward or a part.
 
 A rollout that a part cannot judge is excluded from its group.
 """

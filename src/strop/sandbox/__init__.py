@@ -1,4 +1,4 @@
-"""Runs untrusted programs and returns what happened. Independent of the rest of strop."""
+"""Runs untrusted programs and returns what happened. Of strop it imports only configs, deadlines and errors."""
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox

@@ -1,4 +1,4 @@
-"""The queue before the supervisor of this machine, and the opener of the service that a config names."""
+"""This machine as a `CodeService`: queues calls for the supervisor, restarts it, keeps sessions; and `open_service`."""
 
 from __future__ import annotations
 

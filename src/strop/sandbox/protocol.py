@@ -1,4 +1,4 @@
-"""The protocols of a code service: run untrusted code, compare answers, keep sessions.
+"""The protocols of a code service: run untrusted code, compare answers, keep sessions; and the limits of requests.
 
     RunRequest    -> RunResult     one program, in its own sandbox
     VerifyRequest -> PairVerdict*  pairs of mathematical answers, judged in processes that run no program

@@ -1,4 +1,4 @@
-"""Conversations from files, of several turns with calls and results, as demonstrations.
+"""Conversations as demonstrations: the stage that reads them from files, and token ids of read and of played ones.
 
 They go through the model's chat template as rollouts do: the demonstrator's text is encoded once, the text of the environment
 follows, and only the demonstrator's tokens are imitated.

@@ -1,5 +1,4 @@
-"""Tasks from the rows of a file or of a data set that the `datasets` package loads: which columns make a task, and which rows
-are left out."""
+"""Rows of files and Hugging Face data sets as tasks: which columns make a task, which rows are left out, epochs."""
 
 from __future__ import annotations
 

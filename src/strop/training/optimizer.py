@@ -1,4 +1,4 @@
-"""The optimizer of a policy or a critic: gradients, steps, learning rate, checks for values that are not finite, reports.
+"""The optimizer of a policy or critic: gradients, steps, learning rate, checks for finite values, statistics over tokens.
 
 `PagedAdamW` has its moments in files, for a CPU with little memory.
 """

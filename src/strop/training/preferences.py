@@ -1,4 +1,4 @@
-"""Preferences: pairs of responses of which one was chosen, or single responses that are good or bad.
+"""Preferences, read from files: pairs of responses of which one was chosen, or single responses that are good or bad.
 
 A reward model reads them as rows (`as_rows`). DPO reads pairs as token batches (`pack_pairs`): it is a policy gradient whose
 advantages are known before the backward pass. The loss of a pair depends on both of its responses, but its gradient is that of

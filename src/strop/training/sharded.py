@@ -1,4 +1,4 @@
-"""Weights and tokens divided over the ranks of a process group.
+"""Weights and tokens divided over the ranks of a process group, and weights read straight into these parts.
 
 Weights (FSDP2): each rank holds a part of every tensor, and its moments. Where several groups of ranks hold a copy each (HSDP),
 gradients are added up within a group and then over the groups.

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox: fork servers and their confined children. Imports only the standard library."""
+"""What runs inside the sandbox: fork servers and their confined children. At import, only the standard library."""

@@ -1,4 +1,4 @@
-"""Builds the root that programs see, confines a child step by step, at each level, and sets the limits of its work.
+"""Confines a child, step by step at each level: the root that it sees, namespaces, streams, privileges, limits.
 
 As a script, the helper of the supervisor that prepares copies of sessions: `main`.
 """

@@ -1,4 +1,7 @@
-"""Starts a fork server: it isolates itself from the host, loads its modules and serves. Its argument is one JSON object."""
+"""A fork server and the start of its children: isolates itself, loads modules, gives each child its work.
+
+Its argument is one JSON object.
+"""
 
 from __future__ import annotations
 

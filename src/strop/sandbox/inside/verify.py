@@ -1,4 +1,4 @@
-r"""Compares pairs of answers with `math_verify`, and with sympy where requested, in a process where no program runs.
+r"""Judges pairs of answers by `math_verify`, sympy or the grader of Dr. GRPO, in a process where no program runs.
 
 A comparison may hang inside C code that handles no signal, so this process keeps no time: its parent kills it at the pair's
 deadline.

@@ -1,4 +1,4 @@
-"""Text search in your own passages, in saved results, or by a service over HTTP: what all these backends give the tool.
+"""The protocol of search backends, and the file of saved results: a backend itself, and the cache of services and pages.
 
 A file of saved results (query -> the text that the policy reads) is a backend of its own, and the cache of services. It has two
 forms, by its name:
