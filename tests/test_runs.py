@@ -11,6 +11,7 @@ from strop.run_directory import (
     LineWriter,
     StageDirectory,
     read_json,
+    raw_lines,
     read_lines,
     write_directory,
     write_json,
@@ -48,6 +49,17 @@ def test_a_cut_line_longer_than_a_block_is_dropped_whole(tmp_path):
     path.write_bytes(b"x" * 200_000)
     LineWriter(path).close()
     assert path.read_bytes() == b""
+
+
+def test_what_a_run_appends_to_a_line_that_was_read_is_no_line_of_its_own(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n{"step": ')
+    lines = raw_lines(path)
+    assert [next(lines), next(lines)] == [b'{"step": 1}\n', b'{"step": ']
+    with path.open("a") as file:
+        file.write('2}\n{"step": 3}\n')
+    assert list(lines) == []
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):

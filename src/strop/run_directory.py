@@ -164,7 +164,10 @@ def raw_lines(path: Path) -> Iterator[bytes]:
     """As `iter_lines`, the lines as they are, with a last one that is cut short."""
     try:
         with _opened(path) as file:
-            yield from file
+            for line in file:
+                yield line
+                if not line.endswith(b"\n"):
+                    return  # a run is writing it; what it appends meanwhile is no line of its own
     except FileNotFoundError:
         return
     except (OSError, EOFError, zlib.error) as error:
