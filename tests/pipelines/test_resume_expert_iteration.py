@@ -41,7 +41,11 @@ def has_imitated(run, *, step):
     [
         pytest.param(lambda run: calls_are_open(run, step=1), [], id="first step, among open tool calls"),
         pytest.param(lambda run: calls_are_open(run, step=2), [], id="second step, before any checkpoint"),
-        pytest.param(lambda run: calls_are_open(run, step=3), [2], id="third step, among open tool calls"),
+        pytest.param(
+            lambda run: calls_are_open(run, step=3) and events(run, "checkpoint_finished", "expert"),
+            [2],
+            id="third step, among open tool calls",
+        ),
     ],
 )
 def test_law_9_a_kill_in_expert_iteration_changes_nothing(undisturbed, tmp_path, is_time, resumes_from):

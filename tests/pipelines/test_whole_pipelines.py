@@ -44,7 +44,7 @@ SIZES = {
     + "".join(RL.format(name) for name in ("rl1", "rl2"))
     + "".join(EVAL.format(name) for name in ("after-rl1", "after-rl2", "before-student", "after-student"))
     + """
-    stages.rejection.num_tasks=128 stages.teacher.num_tasks=48 stages.mixed.total=64
+    stages.rejection.num_tasks=128 stages.teacher.num_tasks=48 stages.mixed.counts={rejection=48,general=16}
     stages.general.num_demonstrations=24 stages.general.tasks.max_digits=1
     stages.helpful.batch_size=16 stages.helpful.epochs=1
     stages.safe.batch_size=16 stages.safe.epochs=1 stages.rl2.tasks_per_step=8
