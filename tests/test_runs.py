@@ -10,8 +10,8 @@ from strop.errors import RunError, TrainerLost
 from strop.run_directory import (
     LineWriter,
     StageDirectory,
-    read_json,
     raw_lines,
+    read_json,
     read_lines,
     write_directory,
     write_json,
