@@ -188,7 +188,10 @@ class Trainer:
         return publication
 
     async def save(self, directory: Path) -> None:
-        """Write a checkpoint into the empty `directory`: the model or adapter, the state of optimizer and critic, counters."""
+        """Write a checkpoint into the empty `directory`: the model or adapter, the state of optimizer and critic, counters.
+
+        All of it is copied in memory first.
+        """
         write = await self.snapshot()
         await asyncio.to_thread(write, directory.absolute())
 
