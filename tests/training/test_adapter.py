@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column
@@ -184,6 +184,22 @@ def test_a_checkpoint_without_its_adapter_or_with_another_is_refused(model_direc
 def test_another_reference_is_refused(model_directory, tmp_path):
     with pytest.raises(ModelError, match="Remove the other reference"):
         make_trainer(model_directory, reference=tmp_path)
+
+
+def test_a_model_with_layers_that_are_not_linear_is_refused_before_it_is_trained(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    said = r"only nn\.Linear, but the layer transformer\.h\.0\.attn\.c_attn is a Conv1D\. .* without trainer\.lora"
+    with pytest.raises(ModelError, match=said):
+        make_trainer(tmp_path)
+
+
+def test_a_refusal_of_the_library_names_the_remedy(model_directory, monkeypatch):
+    def refuse(*_):
+        raise ValueError("Target module Odd() is not supported.")
+
+    monkeypatch.setattr("peft.inject_adapter_in_model", refuse)
+    with pytest.raises(ModelError, match=r"trainer\.lora: Target module Odd\(\) is not supported\. .* without trainer\.lora"):
+        make_trainer(model_directory)
 
 
 def test_without_the_library_the_extra_is_named(model_directory, monkeypatch):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.errors import ModelError, RunError
 from strop.run_directory import writing_to
@@ -29,7 +29,7 @@ class Adapter:
     All other weights are frozen. B starts as zero, so that the model is unchanged at first.
 
     Raises:
-        ModelError: the library is missing.
+        ModelError: the library is missing, or cannot adapt a layer of the model.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, config: LoraConfig) -> None:
@@ -48,10 +48,19 @@ class Adapter:
         )
         self._library_config.base_model_name_or_path = model.config._name_or_path
         model.requires_grad_(False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # A is random; every process and every run draws the same one
-            peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # A is random; every process and every run draws the same one
+                peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
+        except ValueError as error:
+            raise ModelError(f"trainer.lora: {str(error).rstrip('.')}. Train this model without trainer.lora.") from error
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+        for name, module in named:
+            if not isinstance(base := module.get_base_layer(), nn.Linear):
+                raise ModelError(
+                    f"trainer.lora adapts only nn.Linear, but the layer {name} is a {type(base).__name__}."
+                    " Train this model without trainer.lora."
+                )
         self._layers: list[Any] = [module for _, module in named]
         self._scaling: dict[str, float] = {f"{name}.weight": module.scaling[_ADAPTER] for name, module in named}
 
