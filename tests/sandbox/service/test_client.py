@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable
 
 import pytest
+from aiohttp import test_utils, web
 from links import until
 from relay import Relay, relayed
 from services import Supply, dead, echo, scripted, serving
@@ -21,6 +22,7 @@ from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import scripted_result
 from strop.sandbox.server.dispatcher import DispatchConfig
+from strop.sandbox.server.ndjson import VerdictLine
 
 TOKEN = "correct horse battery"
 
@@ -347,6 +349,24 @@ def test_answers_are_compared_through_a_lost_connection() -> None:
             assert await judging == {n: PairVerdict.EQUAL if n < 2 else PairVerdict.UNEQUAL for n in range(60)}
             assert relay.num_connections >= 2
             assert await judged(client, 0) == {}
+
+    asyncio.run(play())
+
+
+def test_verdicts_of_a_reply_that_ends_in_the_middle_of_a_line_are_asked_for_again() -> None:
+    asked: list[int] = []
+
+    async def verify(request: web.Request) -> web.Response:
+        asked.append(len((await request.json())["pairs"]))
+        lines = b"".join(VerdictLine(index=n, verdict=PairVerdict.EQUAL).line() for n in range(asked[-1]))
+        return web.Response(body=lines[:-9] if len(asked) == 1 else lines)
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/verify", verify)
+        async with test_utils.TestServer(app) as server, SandboxClient(str(server.make_url(""))) as client:
+            assert await judged(client, 3) == dict.fromkeys(range(3), PairVerdict.EQUAL)
+        assert asked == [3, 1]
 
     asyncio.run(play())
 

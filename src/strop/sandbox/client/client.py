@@ -352,7 +352,8 @@ class SandboxClient(AsyncContext, CodeService):
         except PydanticSerializationError as error:
             raise UserError(f"the answers hold a lone surrogate, which has no encoding: {error}.") from error
         async with service.request("POST", "/v1/verify", body, is_stream=True) as response:
-            while line := await asyncio.wait_for(response.content.readline(), SILENCE_S):
+            # A line without its end is lost with the rest of the reply.
+            while (line := await asyncio.wait_for(response.content.readline(), SILENCE_S)).endswith(b"\n"):
                 if line.strip():
                     yield _verdict(line)
 
