@@ -204,14 +204,23 @@ def test_places_and_turns_as_torchs_operators_do(kernels, dtype, name):
     torch.testing.assert_close(ours.keys, theirs.keys, rtol=0.02 * ROUNDING[dtype], atol=0.02 * ROUNDING[dtype])
 
 
-def test_norm_rounds_as_the_model_library_does(kernels, dtype):
+def check_norm(norm, dtype, eps):
     x = torch.randn(7, 576, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
     weight = torch.rand(576).to(dtype)
-    expected = weight * (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).to(dtype)
-    found = kernels.norm(x, weight, 1e-5)
+    expected = weight * (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(dtype)
+    found = norm(x, weight)
     if dtype is torch.bfloat16:
         assert (found != expected).float().mean() < 0.01  # a sum in another order may round another way
     torch.testing.assert_close(found, expected, rtol=0.01 * ROUNDING[dtype], atol=0.0)
+
+
+def test_norm_rounds_as_the_model_library_does(kernels, dtype):
+    check_norm(lambda x, weight: kernels.norm(x, weight, 1e-5), dtype, 1e-5)
+
+
+def test_norm_without_kernels_rounds_as_the_model_library_does(dtype, no_memory, monkeypatch):
+    monkeypatch.setattr(compiled, "_has_processor", lambda instructions: False)
+    check_norm(attention_of(dtype).norm, dtype, make_model("llama").config.rms_norm_eps)
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,14 @@ class TorchAttention:
         self._device = device
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis of (N, hidden)."""
-        return F.rms_norm(hidden, weight.shape, weight, self._architecture.norm_eps)
+        """RMSNorm over the last axis of (N, hidden). torch's own on a CPU is slower, and rounds only after the weight."""
+        eps = self._architecture.norm_eps
+        if hidden.device.type != "cpu":
+            return F.rms_norm(hidden, weight.shape, weight, eps)
+        full = hidden.float()
+        scale = torch.linalg.vecdot(full, full).mul_(1 / len(weight)).add_(eps).rsqrt_()
+        normed: Tensor = (full * scale.unsqueeze(1)).to(hidden.dtype).mul_(weight)
+        return normed
 
     def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> TorchPlan:
         starts = [place for place, row in enumerate(rows) if not place or row.slot <= rows[place - 1].slot]
