@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from strop.engine.config import EngineConfig
-from strop.engine.model_directory import ModelFacts
+from strop.engine.model_directory import Architecture, ModelFacts, config_of
 from strop.engine.protocol import Probe
 from strop.engine.torch.decoder import Decoder
 from strop.engine.torch.engine import TorchEngine
@@ -399,6 +399,12 @@ def test_a_path_that_is_no_directory_is_named_at_once_and_no_hub_is_asked(tmp_pa
 def test_what_the_forward_does_not_implement_is_refused_by_name(config, message):
     with pytest.raises(ModelError, match=message):
         TorchEngine(config, EngineConfig())
+
+
+def test_a_refused_feature_comes_with_its_model_and_the_remedy(tmp_path):
+    LlamaConfig(mlp_bias=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"mlp_bias, which .*{tmp_path}.* uses\. .*engine\.kind = \"vllm\""):
+        Architecture.of(config_of(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,10 @@ class Architecture:
         }
         for feature, is_used in refused.items():
             if is_used:
-                raise ModelError(f"the torch engine does not implement {feature}, which this {model_type} model uses.")
+                raise ModelError(
+                    f"the torch engine does not implement {feature}, which the {model_type} model {config.name_or_path!r} uses."
+                    ' Use a server engine, such as engine.kind = "vllm".'
+                )
         return cls(
             model_type=model_type,
             vocab_size=config.vocab_size,
