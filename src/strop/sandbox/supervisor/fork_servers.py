@@ -70,12 +70,13 @@ def command(*script: str, level: IsolationLevel, profile: str, modules: tuple[st
 
 
 def start_inside(
-    make_command: Callable[..., list[str]], environment: dict[str, str]
+    make_command: Callable[..., list[str]], environment: dict[str, str], *, stderr: int | None = None
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start a process of strop's own code that may die with the thread that calls this, so call it in that of the event loop.
 
     Args:
         make_command: returns the command, given as `control` the descriptor of the other end of the socket.
+        stderr: as `Popen` takes it; None: that of this process.
 
     Returns:
         a seqpacket socket to the process, and the process.
@@ -88,7 +89,7 @@ def start_inside(
             make_command(control=theirs.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             cwd="/",
             env=environment,
             pass_fds=(theirs.fileno(),),
@@ -123,7 +124,7 @@ class ForkServer:
         self._to_send: deque[tuple[Child, bytes, tuple[int, int, int]]] = deque()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         make = functools.partial(command, str(BOOT), "main", level=level, profile=profile, modules=modules)
-        self._socket, self._process = start_inside(make, ENVIRONMENT)
+        self._socket, self._process = start_inside(make, ENVIRONMENT, stderr=subprocess.DEVNULL)
         self._loop.add_reader(self._socket, self._read)
         self.profile = profile
         self.num_spawned = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -85,6 +84,7 @@ class _Watch:
     next_at: float
     last: TreeStatus | None = None
     is_asleep: bool = False
+    has_failed: bool = False  # and was logged
 
 
 class Watchdog:
@@ -120,8 +120,12 @@ class Watchdog:
                 call.stop("setup")
             begun_at = time.monotonic()
             if now >= watched.next_at and begun_at - started_at < _MAX_READING_S:
-                with contextlib.suppress(OSError):  # no descriptor left; the next time there may be one
+                try:
                     self._read_status(call, watched)
+                except OSError as error:  # no descriptor left; the next time there may be one
+                    if not watched.has_failed:
+                        _log.warning("the status of a program could not be read: %s", error)
+                    watched.has_failed = True
                 cost_s = time.monotonic() - begun_at
                 pause_s = _LOOK_ASLEEP_S if watched.is_asleep else _LOOK_S
                 watched.next_at = now + max(pause_s, _PAUSE_FACTOR * cost_s)
