@@ -26,6 +26,7 @@ from strop.simulation.trace import Trace, TracedRollout, TracedTurn
 from strop.types import RolloutKey
 
 _P = ParamSpec("_P")
+_LIVE_COUNTS = ("request_tokens", "cached_tokens", "drafted_tokens", "branch_tokens", "branch_cached_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +75,11 @@ class Outcome:
         return 1e6 * self.scheduling_s / self.num_events
 
     def as_json(self) -> dict[str, float]:
-        """The metrics, without the timelines."""
+        """The metrics, without the timelines and without what only real engines count."""
         names = ("makespan_s", "busy_share", "row_share", "tail_idle_share", "peak_kv_share")
         more = ("prefilled_tokens", "max_tools_queued", "num_events", "scheduling_us_per_event")
-        counts = {name: getattr(self.ledger, name) for name in ("evictions", "recomputed_tokens")}
-        return {name: getattr(self, name) for name in (*names, *more)} | counts | self.ledger.as_metrics()
+        counts = [name for name in Ledger.__dataclass_fields__ if name not in ("runs", *_LIVE_COUNTS)]
+        return {name: getattr(self, name) for name in (*names, *more)} | self.ledger.as_metrics(*counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,14 @@ def test_a_lone_rollout_takes_its_prefill_its_steps_and_its_tool() -> None:
     assert outcome.makespan_s == pytest.approx(4 * 0.25 + 3 * 1.5 + 10.0 + 8 * 0.25 + 2 * 1.5)
 
 
+def test_the_metrics_hold_each_simulated_count_once_and_no_other() -> None:
+    metrics = simulate(trace((turn(2),)), [machine()], SchedulerConfig()).as_json()
+    names = [name.removeprefix("scheduler/") for name in metrics]
+    assert len(set(names)) == len(names)
+    assert {"evictions", "recomputed_tokens", "sampled_tokens"} <= set(names)
+    assert not {"request_tokens", "cached_tokens", "drafted_tokens", "branch_tokens", "branch_cached_tokens"} & set(names)
+
+
 def test_rows_that_decode_together_share_the_step() -> None:
     outcome = simulate(trace((turn(4),), (turn(2),)), [machine()], SchedulerConfig())
     assert outcome.makespan_s == pytest.approx(4 * 0.25 + 2 * 2.0 + 2 * 1.5)  # two rows for 2 steps, one for 2 more
