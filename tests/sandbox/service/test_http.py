@@ -293,6 +293,9 @@ def test_the_description_is_legal_openapi_and_names_every_route() -> None:
             async with http.get("/openapi.json") as response:
                 described = await response.json()
             OpenAPIV31SpecValidator(described).validate()
+            answers = described["paths"]["/v1/run"]["post"]["responses"]
+            assert answers["410"]["description"] == "The session is lost; `error.message` says why."
+            assert "try again a little later" in answers["503"]["description"]
             routes = {
                 (route.resource.canonical, route.method.lower())
                 for route in server.http.app.router.routes()

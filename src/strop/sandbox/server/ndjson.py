@@ -31,33 +31,33 @@ _KEY = re.compile(rb'\s*\{\s*"key"\s*:\s*(?:"([^"\\\x00-\x1f]{0,256})"|(-?\d{1,1
 class ProblemKind(StrEnum):
     """Why a request has no result."""
 
-    INVALID = "invalid"  # not JSON, another shape, or an impossible limit
+    INVALID = "invalid"
     UNAUTHORIZED = "unauthorized"
     NOT_FOUND = "not_found"
-    METHOD_NOT_ALLOWED = "method_not_allowed"  # the header Allow lists the allowed ones
+    METHOD_NOT_ALLOWED = "method_not_allowed"
     TOO_LARGE = "too_large"
     SESSION_LOST = "session_lost"
-    NO_NODES = "no_nodes"  # try again, once there is a supervisor
-    OVERLOADED = "overloaded"  # try again a little later
+    NO_NODES = "no_nodes"
+    OVERLOADED = "overloaded"
     INTERNAL = "internal"
 
 
-PROBLEMS: dict[ProblemKind, tuple[int, type[StropError]]] = {
-    ProblemKind.INVALID: (400, UserError),
-    ProblemKind.UNAUTHORIZED: (401, UserError),
-    ProblemKind.NOT_FOUND: (404, UserError),
-    ProblemKind.METHOD_NOT_ALLOWED: (405, UserError),
-    ProblemKind.TOO_LARGE: (413, UserError),
-    ProblemKind.SESSION_LOST: (410, SessionLost),
-    ProblemKind.NO_NODES: (503, NoNodes),
-    ProblemKind.OVERLOADED: (503, Overloaded),
-    ProblemKind.INTERNAL: (500, MachineError),
+PROBLEMS: dict[ProblemKind, tuple[int, type[StropError], str]] = {
+    ProblemKind.INVALID: (400, UserError, "The request is not JSON, has another shape, or an impossible limit."),
+    ProblemKind.UNAUTHORIZED: (401, UserError, "The token is wrong or missing."),
+    ProblemKind.NOT_FOUND: (404, UserError, "There is no such path."),
+    ProblemKind.METHOD_NOT_ALLOWED: (405, UserError, "The path has other methods; the header `Allow` lists them."),
+    ProblemKind.TOO_LARGE: (413, UserError, "The body is too large."),
+    ProblemKind.SESSION_LOST: (410, SessionLost, "The session is lost; `error.message` says why."),
+    ProblemKind.NO_NODES: (503, NoNodes, "The service has no supervisor: try again once there is one."),
+    ProblemKind.OVERLOADED: (503, Overloaded, "The service is full or is shutting down: try again a little later."),
+    ProblemKind.INTERNAL: (500, MachineError, "An error of the service."),
 }
-"""The status and the exception of each kind. An exception has the first kind that fits."""
+"""The status, the exception and the description of each kind. An exception has the first kind that fits."""
 
 
 def kind_of(error: StropError) -> ProblemKind:
-    return next((kind for kind, (_, family) in PROBLEMS.items() if isinstance(error, family)), ProblemKind.INTERNAL)
+    return next((kind for kind, (_, family, _) in PROBLEMS.items() if isinstance(error, family)), ProblemKind.INTERNAL)
 
 
 class _Body(BaseModel):

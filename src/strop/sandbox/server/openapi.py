@@ -8,13 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from strop.sandbox.server.ndjson import CLIENT_HEADER, STARTS_HEADER, ErrorReply, Health, RunLine
+from strop.sandbox.server.ndjson import CLIENT_HEADER, PROBLEMS, STARTS_HEADER, ErrorReply, Health, RunLine
 
 _STATUSES = (400, 401, 410, 413, 500, 503)
 
@@ -65,7 +64,7 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
         "description": " ".join(detail.split()),
         "parameters": [_parameter(CLIENT_HEADER, "header", "Clients take turns in the queue, and have ids of their own.")],
         "responses": {"200": {"description": "OK", "content": _reply(route, shapes)}}
-        | {str(status): {"description": HTTPStatus(status).phrase, "content": _json(problem)} for status in statuses},
+        | {str(status): {"description": _problems(status), "content": _json(problem)} for status in statuses},
     }
     if route.is_open:
         operation["security"] = []
@@ -78,6 +77,10 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
         content = _lines(shapes[RunLine]) if route.body is RunLine else _json(shapes[route.body])
         operation["requestBody"] = {"required": not route.may_be_empty, "content": content}
     return operation
+
+
+def _problems(status: int) -> str:
+    return " ".join(text for known, _, text in PROBLEMS.values() if known == status)
 
 
 def _reply(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
