@@ -23,9 +23,7 @@ from strop.training.batch import TokenBatch, World, microbatches, score_rows
 from strop.training.config import TrainerConfig
 from strop.training.logprobs import LogprobModule
 from strop.training.lora import Adapter, published_name
-from strop.training.models import (
-    check_shapes,
-)
+from strop.training.models import check_shapes
 from strop.training.optimizer import (
     Optimization,
     TokenLoss,
@@ -37,19 +35,10 @@ from strop.training.optimizer import (
     add_up_gradient,
 )
 from strop.training.roles import Critic, Reference
-from strop.training.weights import (
-    Snapshot,
-    Weights,
-    WriteCheckpoint,
-    copied,
-    read_tensors,
-    shell_of,
-    write_model,
-)
+from strop.training.weights import Snapshot, Weights, WriteCheckpoint, copied, read_tensors, shell_of, write_model
 
 if TYPE_CHECKING:
     import transformers
-
 
 _MIB = 2**20
 

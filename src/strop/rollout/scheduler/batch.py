@@ -339,7 +339,8 @@ class Lease:
         """Fork the rollout after its newest observation or completion. The branch waits if its engine has no room for it."""
         batch = self._batch
         branch = batch.leases[key] = Lease(batch, key)
-        branch.num_tokens, branch._prefix = self.num_tokens, self._prefix and replace(self._prefix, is_own=False)
+        branch.num_tokens = self.num_tokens
+        branch._prefix = None if self._prefix is None else replace(self._prefix, is_own=False)
         batch.handle(batch.scheduler.branch_requested, key, parent=self.key, max_tokens=max_tokens)
         return branch
 

@@ -163,6 +163,8 @@ def fix_addresses() -> None:
         os.execv(sys.executable, sys.orig_argv)
 
 
+# A fork of a process with much memory costs more than one of a bare interpreter, so there are several profiles, and a program
+# runs in the smallest that has its imports. A wrong choice costs time, never correctness.
 _STANDARD = """
 math cmath itertools functools collections collections.abc fractions decimal random re string heapq bisect statistics datetime
 operator copy typing json io time
