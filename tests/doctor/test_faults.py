@@ -77,11 +77,32 @@ def test_a_stage_that_samples_from_an_untaught_model_has_no_prompt_to_compare(ex
     assert finding.detail == "not made: no stage samples from a model that another stage taught with a prompt"
 
 
-@pytest.mark.parametrize(("shift", "side"), [(1, "right"), (-1, "left")])
+def slice_to_the_right(mask):
+    moved = mask.clone()
+    moved[:, 1:] = mask[:, :-1]
+    return moved
+
+
+def slice_to_the_left(mask):
+    moved = mask.clone()
+    moved[:, :-1] = mask[:, 1:]
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("shift", "side"),
+    [
+        (lambda mask: torch.roll(mask, 1, dims=1), "right"),
+        (lambda mask: torch.roll(mask, -1, dims=1), "left"),
+        (slice_to_the_right, "right"),
+        (slice_to_the_left, "left"),
+    ],
+    ids=["rolled right", "rolled left", "sliced right", "sliced left"],
+)
 def test_a_shifted_mask_is_found(examine_with, shift, side):
     def pack_shifted(selections, advantages, **settings):
         batch = pack(selections, advantages, **settings)
-        return replace(batch, loss_mask=torch.roll(batch.loss_mask, shift, dims=1))
+        return replace(batch, loss_mask=shift(batch.loss_mask))
 
     diagnosis = examine_with(lambda parts: replace(parts, pack=pack_shifted))
     problem = only_problem(diagnosis)
@@ -201,6 +222,12 @@ def test_a_service_that_refuses_a_call_is_the_tools_problem_and_not_the_models(e
     refusing = Refusing(answer={})
     diagnosis = examine_with(lambda parts: replace(parts, tools=(PythonTool(refusing, parts.recipe.tools["python"].config),)))
     assert "refused the token" in only_problem(diagnosis).detail
+
+
+def test_an_answer_that_earns_nothing_is_found(examine_with, load):
+    problem = only_problem(examine_with(of=load("reward.weights={format=1.0}")))
+    assert (problem.check, problem.remedy) == ("reward", "Give accuracy a positive weight.")
+    assert "a right answer earns no more than a wrong one: the weight of accuracy is 0." in problem.detail
 
 
 def test_stale_weights_are_found(examine_with):

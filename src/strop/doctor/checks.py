@@ -109,12 +109,13 @@ async def check_mask(examination: Examination) -> str:
             if is_sampled != bool(mask[index, position]):
                 wrong[f"{origin} tokens {'left out' if is_sampled else 'trained on'}"] += 1
     shown = ", ".join(f"{num} {what}" for what, num in wrong.most_common())
-    sides = {"right": expected.roll(1, dims=1), "left": expected.roll(-1, dims=1)}
-    if wrong and (side := next((side for side, moved in sides.items() if moved.equal(mask)), "")):
+    # The column at the edge holds what was there, nothing, or the other edge.
+    sides = {"right": mask[:, 1:].equal(expected[:, :-1]), "left": mask[:, :-1].equal(expected[:, 1:])}
+    if wrong and (side := next((side for side, is_moved in sides.items() if is_moved), "")):
         raise Problem(
             f"the packed mask lies 1 to the {side} of the tokens that were sampled: {shown}.",
             "Do not shift the mask in pack(): column t is about the token ids[:, t]; the step from a token to the logits that"
-            " predict it belongs only to token_logprobs.",
+            " predict it belongs only to LogprobModule.",
         )
     if wrong:
         raise Problem(
@@ -393,6 +394,12 @@ async def check_answers(examination: Examination) -> str:
         raise Problem(
             f"symmetric pairs are judged well, but {shown} counts as wrong: gold and answer seem to be swapped.",
             "Call the verifier as verify(gold, answer), in this order: the comparison is not symmetric.",
+        )
+    weights = reward.weights
+    if weights is not None and not any(weights.get(name, 0.0) > 0 for name in parts):
+        raise Problem(
+            f"a right answer earns no more than a wrong one: the weight of {' and '.join(parts)} is 0.",
+            f"Give {next(iter(parts))} a positive weight.",
         )
     return f"judges all {num} known answers as it should ({', '.join(parts)})"
 
