@@ -14,7 +14,7 @@ from strop.curation.config import CurationConfig, load_curation
 from strop.curation.decontamination import read_benchmark
 from strop.curation.rules import AgreementRule, key_of
 from strop.curation.run import run_curation
-from strop.errors import ConfigError, RunError, TaskError
+from strop.errors import ConfigError, DeadlineExceeded, RunError, TaskError
 from strop.recipe.load import load_recipe
 from strop.tasks import load_rows
 from strop.tasks.rows import HubRows, JsonlRows
@@ -142,6 +142,14 @@ def wait_for(path, deadline_s=100):
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear within {deadline_s} s"
         time.sleep(0.05)
+
+
+def test_processes_that_hang_end_the_curation_and_the_same_call_resumes(file, tmp_path, monkeypatch):
+    with monkeypatch.context() as short:
+        short.setattr(run, "_CHUNK_DEADLINE_S", 0.01)
+        with pytest.raises(DeadlineExceeded, match="no chunk of 200 tasks was judged within"):
+            run_curation(load_curation(file), tmp_path / "out", jobs=2)
+    assert run_curation(load_curation(file), tmp_path / "out", jobs=1)["num_tasks"] == 641
 
 
 @pytest.mark.slow

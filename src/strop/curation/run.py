@@ -39,7 +39,7 @@ from strop.curation.config import (
 )
 from strop.curation.decontamination import DecontaminationRule
 from strop.curation.rules import AgreementRule
-from strop.errors import MachineError, RunError, TaskError
+from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.files import keeping_commits, writing_rows
 from strop.tasks.rows import LIMITS, UNREADABLE, WHERE, HubRows, RowSource, Verdict, read_tasks
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_TASKS = 1000
 _FORMAT = 1  # of a result; change it to invalidate finished results
+_CHUNK_DEADLINE_S = 600.0
 
 Progress = Callable[[int], None]
 """Receives the number of newly judged rows. An exception ends the curation; the same call resumes it."""
@@ -61,7 +62,7 @@ def run_curation(
     Raises:
         TaskError: a source, a benchmark or the outcomes of a rule cannot be read.
         RunError: the directory holds the result of different rules or inputs.
-        MachineError: a process died; the same call resumes.
+        MachineError: a process died or hung; the same call resumes.
     """
     made_of = lineage(config)
     done, parts = directory / "curation.json", directory / "parts"
@@ -128,7 +129,14 @@ def _judge_all(
             while several := [(part_path(parts, number), chunk) for number, chunk in islice(chunks, 4 * jobs)]:
                 missing = [(path, chunk) for path, chunk in several if not path.exists()]
                 for judging in [pool.submit(_judge_chunk, path, chunk) for path, chunk in missing]:
-                    judging.result()
+                    try:
+                        judging.result(timeout=_CHUNK_DEADLINE_S)
+                    except TimeoutError as error:
+                        for process in list(pool._processes.values()):
+                            process.kill()
+                        raise DeadlineExceeded(
+                            f"curation: no chunk of {CHUNK_TASKS} tasks was judged within {_CHUNK_DEADLINE_S:.0f} s."
+                        ) from error
                 progress(sum(len(chunk) for _, chunk in several))
     except BrokenProcessPool as error:
         raise MachineError("curation: a process that judged tasks was killed. The same command resumes.") from error
