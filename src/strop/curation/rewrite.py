@@ -105,8 +105,16 @@ async def rewrite_file(config: RewriteConfig, source: Path, out: Path) -> Rewrit
         with writing_rows(out) as add_done, writing_rows(failed_path) as add_failed:
             in_a_row, rows = Failures(what="not rewritten"), read_rows(source)
             while part := list(islice(rows, _PARTS * service.max_running)):
-                asking = (_rewrite(config, client, in_a_row, row, _texts(config, row, place)) for place, row in part)
-                for (place, _), (row, reason) in zip(part, await asyncio.gather(*asking), strict=True):
+                texts = [_texts(config, row, place) for place, row in part]
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        asking = [
+                            group.create_task(_rewrite(config, client, in_a_row, row, of_row))
+                            for (_, row), of_row in zip(part, texts, strict=True)
+                        ]
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+                for (place, _), (row, reason) in zip(part, (task.result() for task in asking), strict=True):
                     if reason:
                         failures[reason.partition(":")[0]] += 1
                         first_failure = first_failure or f"{place}: {reason}"
