@@ -38,8 +38,17 @@ _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # with bare commas 
 _SEPARATED = re.compile(r"(?<![\d,(\[])(?<!\\\{)\d{1,3}(,|~|\\? )\d{3}(?:\1\d{3})+(?!\1?\d)")  # in a bracket it is a list
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+|/\d+)?")
 _DIGITS = re.compile(r"(?<![.\d])\d+")  # before the decimal point
-_POWER = re.compile(r"(?<![\d._])(\d+)\^\{?(\d+)(?![\d.^!/*+-]|\\cdot)")
+_SCIENTIFIC = re.compile(r"\de\+?(\d{2,})", re.IGNORECASE)
+_NOTATIONS = (
+    (re.compile(r"[\s~]|\\[!,;: ]|\\(?:left|right)(?![a-zA-Z])"), ""),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda found: "^" + found[0].translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789"))),
+    (re.compile(r"(?<=\^[{(])\d{1,3}(?:,\d{3})+(?=[)}])"), lambda found: found[0].replace(",", "")),
+)
+_TOWER = re.compile(r"(?<!_)[\da-zA-Z)]\^[{(]?\d+(?:\^|!)")
+_POWER = re.compile(r"(?<![\d._])(?:(\d+(?:\.\d+)?)|\(([^()]*)\)|(?<![_\\a-zA-Z])[a-zA-Z])\^[{(]?(\d+)(?![\d.^!/*+-]|\\cdot)")
 _FACTORIAL = re.compile(r"(?<![\d.])(\d+)!(?!!)")
+_BINOMIAL = re.compile(r"\\[dt]?binom\{(\d+)\}\{(\d+)\}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _PROSE = re.compile(r"[^\W\d_]{3,}")
@@ -171,7 +180,7 @@ class SimpleAnswer(RuleScope):
 
 
 class SmallNumbers(RuleScope):
-    """Drops answers with a huge number: in digits, or as a power or a factorial of plain numbers."""
+    """Drops answers with a huge number, in digits or as a power, a factorial or a binomial of plain numbers."""
 
     kind: Literal["small_numbers"] = "small_numbers"
     # float64 holds at most 15 digits exactly.
@@ -182,11 +191,35 @@ class SmallNumbers(RuleScope):
         longest = max((len(digits) for digits in _DIGITS.findall(answer)), default=0)
         if longest > self.max_digits:
             return f"the answer has a number of {longest} digits, more than {self.max_digits}"
-        logarithms = [float(exponent) * math.log10(max(1.0, float(base))) for base, exponent in _POWER.findall(answer)]
-        logarithms += [math.lgamma(float(number) + 1) / math.log(10) for number in _FACTORIAL.findall(answer)]
-        if max(logarithms, default=0.0) >= self.max_digits:
-            return f"the answer {_short(answer)} has a power or a factorial of more than {self.max_digits} digits"
+        what, log = _largest(answer)
+        if log >= self.max_digits:
+            digits = f"{math.floor(log + 1e-9) + 1}" if math.isfinite(log) else "very many"
+            return f"the answer {_short(answer)} has a {what} of {digits} digits, more than {self.max_digits}"
         return None
+
+
+def _largest(answer: str) -> tuple[str, float]:
+    """The kind and the decimal logarithm of the largest power, factorial or binomial. A rule of thumb.
+
+    Operands are numbers as they are written; a letter or a bracket as base counts as 2, a power in an exponent as huge.
+    """
+    for pattern, replacement in _NOTATIONS:
+        answer = pattern.sub(replacement, answer)
+    found = [("power", math.inf)] if _TOWER.search(answer) else [("power", 0.0)]
+    found += [("power", float(exponent)) for exponent in _SCIENTIFIC.findall(answer)]
+    for number, bracket, exponent in _POWER.findall(answer):
+        base = float(number or (bracket if bracket.isdigit() else 2))
+        if base > 1 and "/" not in bracket and "\\frac" not in bracket:
+            found.append(("power", float(exponent) * math.log10(base)))
+    found += [("factorial", _log_factorial(float(number))) for number in _FACTORIAL.findall(answer)]
+    for n, k in ((float(n), float(k)) for n, k in _BINOMIAL.findall(answer)):
+        if k <= n < math.inf:
+            found.append(("binomial", _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)))
+    return max(found, key=lambda each: each[1])
+
+
+def _log_factorial(number: float) -> float:
+    return math.lgamma(number + 1) / math.log(10)
 
 
 def _short(answer: str) -> str:
