@@ -147,8 +147,12 @@ def test_commands_and_variables_name_the_address_the_model_and_the_results(model
     assert (Path(out), Path(served)) == (found.stage("sums").path / "out", Path(model))
     assert base_url == f"http://127.0.0.1:{seen['HARNESS_PORT']}/v1"
     assert (seen["PRICE"], seen["cwd"]) == ("5 $", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"'\$bas_url' names what is not one of \$base_url, \$port, \$model, \$out"):
+    with pytest.raises(ConfigError, match=r"stages\.sums\.commands: '\$bas_url' names what is not one of \$base_url, \$port"):
         recipe(model, sums=stage("ask $bas_url"))
+    with pytest.raises(ConfigError, match=r"stages\.sums\.commands: No closing quotation"):
+        recipe(model, sums=stage("ask 'this"))
+    with pytest.raises(ConfigError, match=r"stages\.sums\.environment: '\$foo' names what"):
+        recipe(model, sums=stage("ask") | {"environment": {"A": "$foo"}})
 
 
 def test_refused_requests_are_counted_and_warned_of(model, tmp_path):

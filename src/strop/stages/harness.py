@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from strop.config import Config
 from strop.engine.config import EngineChoice
@@ -74,16 +74,17 @@ class Harness(Stage):
             default=None, description="Keys of `engine` with another value in this stage. Default: the recipe's engine."
         )
 
-        @model_validator(mode="after")
-        def _can_be_filled(self) -> Self:
-            split = [shlex.split(command) for command in self.commands]
+        @field_validator("commands", "environment")
+        @classmethod
+        def _can_be_filled(cls, value: Any) -> Any:
+            split = [[each] for each in value.values()] if isinstance(value, dict) else [shlex.split(each) for each in value]
             if not all(split):
-                raise ValueError("commands holds an empty command. Write a program and its arguments.")
-            for text in (*(word for words in split for word in words), *self.environment.values()):
+                raise ValueError("holds an empty command. Write a program and its arguments.")
+            for text in (word for words in split for word in words):
                 if not Template(text).is_valid() or set(Template(text).get_identifiers()) - {*PLACEHOLDERS}:
                     known = ", ".join(f"${each}" for each in PLACEHOLDERS)
                     raise ValueError(f"{text!r} names what is not one of {known}. Write a dollar that is only itself as $$.")
-            return self
+            return value
 
         def argv(self, command: str, **values: str) -> list[str]:
             """Return the words of `command`, the program by its path. Raises `ConfigError` if there is no such program."""
