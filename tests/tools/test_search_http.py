@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx2
 import pytest
+from pydantic import ValidationError
 from web_server import Answer, Asked, WebServer, serving
 
 from strop import http
@@ -21,6 +22,7 @@ from strop.http import ServiceRefused
 from strop.sandbox import ScriptedSandbox
 from strop.tools import ToolResult
 from strop.tools.search import Origin, ResultFile, read_results
+from strop.tools.search.http import HttpConfig
 from strop.tools.search.tool import Search, SearchTool
 from strop.types import ToolOutcome
 
@@ -134,6 +136,36 @@ def test_known_services_are_asked_in_their_own_way(
     assert result.text == "Page 1: T: S"
     assert (asked.method, asked.path, asked.params, asked.body) == (method, "/search", params, body)
     assert key_header is None or asked.headers[key_header].removeprefix("Bearer ") == "k"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "owner"),
+    [
+        ("method", "GET", "serper", "http"),
+        ("results", "hits", "brightdata", "http"),
+        ("params", {"q": "{query}"}, "retriever", "http"),
+        ("zone", "z", "serper", "brightdata"),
+        ("country", "no", "http", "brightdata"),
+    ],
+)
+def test_a_key_of_another_service_is_refused(key: str, value: Any, kind: str, owner: str) -> None:
+    with pytest.raises(ValidationError, match=f"{key} is a key of kind = '{owner}', not of kind = '{kind}'. Remove it."):
+        HttpConfig.model_validate({"kind": kind, "url": "http://a", key: value})
+    for known in ("http", "serper", "brightdata", "retriever"):
+        config = HttpConfig.model_validate({"kind": known, "url": "http://a"})
+        assert HttpConfig.model_validate(config.model_dump()) == config
+
+
+def test_saved_results_may_have_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "saved.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"query": "a", "results": "A"}\n\n  \n{"query": "b", "results": "B"}\n\n{"query": "c')
+    assert read_results(path) == {"a": "A", "b": "B"}
+    path.write_bytes(b'\xef\xbb\xbf{"query": "a", "results": "A"}')
+    assert read_results(path) == {"a": "A"}
+    for line in ("[1]", "{", '{"query": "a"}'):
+        path.write_text(f"\n{line}\n")
+        with pytest.raises(UserError, match=r'saved\.jsonl:2: not \{"query": \.\.\., "results": \.\.\.\}'):
+            read_results(path)
 
 
 @pytest.mark.parametrize(

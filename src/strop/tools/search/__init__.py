@@ -14,17 +14,18 @@ import asyncio
 import fcntl
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from strop.config import Config
 from strop.errors import StropError, UserError
-from strop.run_directory import LineWriter, iter_lines
+from strop.run_directory import LineWriter, is_whole_line, parse_json, raw_lines
 from strop.tools.protocol import encodable
 
 _PREFIX = re.compile(r"^(search )?query:\s*")
@@ -157,10 +158,12 @@ class _Line(BaseModel):
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, Origin | None]]:
-    for number, line in enumerate(iter_lines(path), start=1):
+    for number, line in enumerate((line.removeprefix(BOM_UTF8) for line in raw_lines(path)), start=1):
+        if line.isspace() or not (line.endswith(b"\n") or is_whole_line(line)):
+            continue  # blank, or the process that wrote it was killed
         try:
-            row = _Line.model_validate(line)
-        except ValidationError as error:
+            row = _Line.model_validate(parse_json(line))
+        except ValueError as error:
             raise UserError(f'{path}:{number}: not {{"query": ..., "results": ...}}: {error}.') from error
         origin = None if row.service is None or row.top_k is None else Origin(row.service, row.top_k)
         yield encodable(row.query), encodable(row.results), origin

@@ -56,6 +56,8 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = {
 }
 """The keys of known services: Google's results from serper.dev; Bing's result page through Bright Data, as ARPO's released code
 asks it (Bing's own API ended in August 2025); a retriever server as in Search-R1 (arXiv 2503.09516)."""
+_OWNERS = dict.fromkeys(("method", "params", "headers", "body", "results", "title", "text"), "http")
+_OWNERS |= dict.fromkeys(("zone", "country"), "brightdata")
 
 
 class HttpConfig(ServiceLimits):
@@ -84,6 +86,14 @@ class HttpConfig(ServiceLimits):
     @classmethod
     def _as_known(cls, keys: Any) -> Any:
         return {**_KNOWN.get(str(keys.get("kind")), {}), **keys} if isinstance(keys, Mapping) else keys
+
+    @model_validator(mode="after")
+    def _holds_no_key_of_another_kind(self) -> Self:
+        known = _KNOWN.get(self.kind, {})
+        for key, owner in _OWNERS.items():
+            if self.kind != owner and getattr(self, key) != known.get(key, type(self).model_fields[key].default):
+                raise ValueError(f"{key} is a key of kind = {owner!r}, not of kind = {self.kind!r}. Remove it.")
+        return self
 
     @model_validator(mode="after")
     def _has_an_address(self) -> Self:
