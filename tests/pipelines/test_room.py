@@ -39,3 +39,22 @@ def test_every_prompt_of_an_evaluation_is_looked_at(tmp_path):
         check_room(recipe(stages=stages), "base", OneTokenALetter(), [])
     stages["exam"]["num_tasks"] = 90
     check_room(recipe(stages=stages), "base", OneTokenALetter(), [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"slots": 4}, r"a conversation takes a whole slot of the embedded engine.* raise engine.slots"),
+        ({"kind": "vllm", "python": "/usr/bin/python3", "slots": 4}, r"engine.kv_mib is unset, .* set engine.kv_mib"),
+    ],
+)
+def test_over_subscription_that_can_do_nothing_is_refused_before_anything_is_trained(engine, said):
+    engine = {"max_length": 256} | engine
+    with pytest.raises(ConfigError, match=r"scheduler.oversubscription = 2 has no effect: " + said):
+        check_room(recipe(engine=engine, scheduler={"oversubscription": 2.0}), "base", OneTokenALetter(), [])
+    check_room(recipe(engine=engine), "base", OneTokenALetter(), [])
+
+
+def test_over_subscription_of_paged_memory_is_taken():
+    engine = {"kind": "vllm", "python": "/usr/bin/python3", "max_length": 256, "kv_mib": 64}
+    check_room(recipe(engine=engine, scheduler={"oversubscription": 2.0}), "base", OneTokenALetter(), [])

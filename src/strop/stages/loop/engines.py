@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from strop.cluster.connection import check_installed
-from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig
+from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, NotThere, UserError, did_you_mean
@@ -85,8 +85,12 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
     """Check every stage whose model comes from `origin`, a finished stage, against `engine.max_length`.
 
     Raises:
-        ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit.
+        ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit. Or
+            memory is over-subscribed where that has no effect.
     """
+    for name, stage in recipe.stages.items():
+        if stage.plays:
+            _refuse_idle_oversubscription(recipe.for_stage(name))
     for name, stage in recipe.stages.items():
         config = stage.config
         if not isinstance(config, PlayedKeys) or not stage.plays or not config.has_own_tasks:
@@ -102,6 +106,24 @@ def prompt_lengths(stage: PosedKeys, tasks: Sequence[Task], chat: ChatFormat, to
     kind = stage.environment if isinstance(stage, PlayedKeys) else Tools()
     shared = ToolEnvironments(chat, load_prompt(stage.prompt), tools, stage.limits)
     return [len(kind.prompt_ids(shared, task)) for task in tasks]
+
+
+def _refuse_idle_oversubscription(recipe: Recipe) -> None:
+    """Refuse over-subscription that has no effect, before anything is trained."""
+    engine, scheduler = recipe.engine, recipe.scheduler
+    if scheduler.policy != "scheduler" or scheduler.oversubscription == 1:
+        return
+    refused = f"scheduler.oversubscription = {scheduler.oversubscription:g} has no effect: "
+    if isinstance(engine, EngineConfig):
+        raise ConfigError(
+            f"{refused}a conversation takes a whole slot of the embedded engine, however short it is. Leave it at 1 and raise"
+            f" engine.slots ({engine.slots}), or use a server engine, whose memory is paged."
+        )
+    if isinstance(engine, VllmConfig) and engine.kv_mib is None and not engine.addresses:
+        raise ConfigError(
+            f"{refused}engine.kv_mib is unset, so each server has memory for engine.slots = {engine.slots} conversations of"
+            f" engine.max_length = {engine.max_length} tokens. Leave it at 1, or set engine.kv_mib to less than that."
+        )
 
 
 def check_longest(
