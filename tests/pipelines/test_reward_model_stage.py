@@ -230,3 +230,12 @@ def test_a_model_that_is_shown_another_part_of_a_response_than_it_was_trained_on
     made = recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later)
     with pytest.raises(ConfigError, match=message):
         check_stages(made, ["judged"])
+
+
+def test_a_run_warns_of_batches_that_depend_on_the_clock_and_not_of_stages_that_are_done(tmp_path):
+    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": "helpful"}}}}
+    later = {"judged": {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward}}
+    made = recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later, epochs=1)
+    for expected in (1, 0):
+        progress = run_recipe(tmp_path / "run", made).progress
+        assert sum("depends on the clock" in warning for warning in progress.warnings) == expected

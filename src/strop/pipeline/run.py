@@ -33,7 +33,7 @@ from strop.runs.resume import Selected, Starts, finished, select, stages_to_reru
 from strop.sandbox.local import open_service
 from strop.stages.context import EngineFactory, StageContext, load_chat, product_of
 from strop.stages.loop.checkpoints import latest_step
-from strop.stages.loop.engines import check_room
+from strop.stages.loop.engines import check_room, scorer_warnings
 from strop.stages.reward_model import with_reward_models
 from strop.tasks.files import keeping_commits
 from strop.tools import open_tools
@@ -115,13 +115,13 @@ async def train(
             else:
                 opening = open_service(recipe.sandbox)
             runner = await opened.enter_async_context(opening)  # before torch has threads (law 7)
-        is_done = all(run.stage(name).done.exists() for name in selected.stages)
-        tools = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
+        to_run = [name for name in selected.stages if not run.stage(name).done.exists()]
+        tools = await opened.enter_async_context(open_tools(recipe.tools if to_run else {}, runner))
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:
             opened.callback(tracker.close)
         left_stale = [f"{name} is stale: {why}. Rerun it with --from {name}." for name, why in selected.left_stale.items()]
-        for warning in (*selected.new_layouts, *left_stale):
+        for warning in (*selected.new_layouts, *left_stale, *scorer_warnings(recipe, to_run)):
             progress.warning(warning)
         for name in selected.stages:
             stage = recipe.stages[name]

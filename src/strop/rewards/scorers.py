@@ -48,11 +48,6 @@ class EmbeddedScorerConfig(Config):
             raise ValueError("give either path (the directory of a reward model) or stage (a stage that trains one), not both.")
         return self
 
-    @property
-    def judges_alone(self) -> bool:
-        """Whether no response shares a batch with another, so that a score depends only on the response."""
-        return self.max_batch == 1
-
 
 class HttpScorerConfig(WebServiceConfig):
     """Any service that takes {"exchanges": [{"prompt", "response"}]} and answers {"scores": [number]}."""

@@ -254,6 +254,23 @@ def _check_reward(stage: str, reward: Reward, recipe: Recipe, machine: Machine) 
             yield from ((UserError if path.exists() else NotThere)(f"{key}.path: {error}") for error in _caught(check, path))
 
 
+def scorer_warnings(recipe: Recipe, names: Sequence[str]) -> Iterator[str]:
+    """Return what keeps a run with a deterministic engine from repeating itself, of the reward models in this process."""
+    for name in names:
+        stage, engine = recipe.stages[name], recipe.for_stage(name).engine
+        is_repeatable = isinstance(engine, EngineConfig) and engine.deterministic
+        if not (is_repeatable and stage.is_judged and isinstance(stage.config, PlayedKeys)):
+            continue
+        for key, part in scorer_parts_of(stage.config.reward).items():
+            scorer = part.scorer
+            if isinstance(scorer, EmbeddedScorerConfig) and scorer.max_batch > 1:
+                yield (
+                    f"stages.{name}.reward.parts.{key}.scorer.max_batch is {scorer.max_batch}: which responses share a batch,"
+                    " and so the rounding of their scores, depends on the clock, so a resumed run may end with other bits"
+                    " although engine.deterministic is true. Set max_batch = 1, or engine.deterministic = false."
+                )
+
+
 def _check_judged(stage: str, name: str, part: ScorerPart.Config, trained: Stage | None) -> Iterator[ConfigError]:
     for key in ("judged_on", *(["think_tag"] if part.judged_on == "summary" else [])):
         mine, theirs = getattr(part, key), getattr(trained and trained.config, key, None)
