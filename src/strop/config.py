@@ -168,7 +168,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if value[:1] in ("[", "{", '"', "'"):
             raise ConfigError(
                 f"--set {override}: the value is not valid TOML: {error}. If the shell took its quotes, put the whole in single"
-                " ones, as in --set 'stages.sft.data=[\"a.jsonl\"]'."
+                ' ones, as in --set \'stages.mixed.data=["rejection","general"]\'.'
             ) from error
     node = tree
     for depth, part in enumerate(parts[:-1]):
