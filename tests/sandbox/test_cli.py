@@ -75,7 +75,12 @@ def test_messages_name_options_where_a_recipe_has_keys() -> None:
     said = "sandbox.min_level is 'strict' (L3). Or accept less with sandbox.min_level = 'namespaces': no."
     assert in_options(said) == "--min-level is 'strict' (L3). Or accept less with --min-level namespaces: no."
     assert in_options("leave sandbox.level out, or lower sandbox.level.") == "leave --level out, or lower --level."
-    for said in ("sandbox.py: cannot be read", "raise sandbox.max_sessions, sandbox.levels or sandbox.file"):
+    for said in (
+        "sandbox.py: cannot be read",
+        "/tmp/sandbox.url/a: no such file",
+        "my-sandbox.level.txt",
+        "raise sandbox.max_sessions, sandbox.levels or sandbox.file",
+    ):
         assert in_options(said) == said
 
 

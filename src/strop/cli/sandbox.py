@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
 def in_options(message: str) -> str:
     """Return `message` with keys replaced by options: `sandbox.min_level = 'confined'` becomes `--min-level confined`."""
     return re.sub(
-        r"\bsandbox\.(min_level|level|url)\b(?: = '([^']*)')?",
+        r"(?<![\w./-])sandbox\.(min_level|level|url)(?![\w/-]|\.\w)(?: = '([^']*)')?",
         lambda key: f"--{key[1].replace('_', '-')}{f' {key[2]}' if key[2] else ''}",
         message,
     )
