@@ -28,7 +28,7 @@ _NO_EFFECT = frozenset(
     (
         *("weights", "weight", "verify_deadline_s"),
         *("url", "key_env", "timeout_s", "retries", "max_running", "cache"),  # of a service
-        *("device", "max_tokens_per_batch", "max_wait_s", "max_batch"),  # of a reward model
+        *("device", "max_batch"),  # of a reward model
     )
 )
 """Keys of a reward and of its parts that do not change a verdict. Weights change it if no part says what is right."""
