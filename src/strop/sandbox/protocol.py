@@ -10,6 +10,7 @@ of slots.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -175,14 +176,15 @@ class SessionLimits(_Typed):
     lease_s: float = 300.0  # it ends after so long without a cell
 
 
-class AsyncContext:
+class AsyncContext(ABC):
     """Use as `async with`: `start` at its beginning, `close` at its end."""
 
-    async def start(self) -> None:
+    async def start(self) -> None:  # noqa: B027 - optional
         """Get ready. Nothing to do, unless a subclass says otherwise."""
 
+    @abstractmethod
     async def close(self) -> None:
-        raise NotImplementedError
+        """Release what `start` acquired."""
 
     async def __aenter__(self) -> Self:
         await self.start()
