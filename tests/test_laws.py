@@ -27,7 +27,7 @@ from strop.rollout.prompt import load_prompt
 from strop.run_directory import StageDirectory, packed, read_lines, write_directory
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.stages.context import load_chat
-from strop.stages.demonstrations import as_demonstration
+from strop.stages.conversations import as_demonstration
 from strop.stages.evaluation import Eval
 from strop.stages.loop import checkpoints
 from strop.stages.loop.ledger import StepLedger, read_rollouts

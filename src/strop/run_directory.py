@@ -389,6 +389,11 @@ class StageDirectory:
         self.logs = path / "logs"  # what engines with processes of their own print
         self.skipped = path / "skipped"  # batches of updates that were not finite
         self.evaluation = path / "eval" / "result.json"
+        self.data = path / "data"  # what a stage without a model makes: tasks or conversations
+        self.kept = self.data / "kept.jsonl"
+        self.dropped = self.data / "dropped.jsonl"  # with reasons
+        self.verdicts = self.data / "verdicts.jsonl"  # why each demonstration is imitated or not, in order
+        self.outcomes = self.data / "outcomes.jsonl"  # how often each task was solved
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"

@@ -22,7 +22,7 @@ from scripted_runs import (
 from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, MachineError
 from strop.run_directory import RunDirectory, read_json, read_lines
-from strop.stages.demonstrations import as_demonstration
+from strop.stages.conversations import as_demonstration
 from strop.stages.expert_iteration import ExpertIteration
 from strop.stages.loop import checkpoints
 from strop.stages.loop.ledger import read_rollouts

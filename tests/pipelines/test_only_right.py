@@ -11,7 +11,6 @@ from strop.errors import ConfigError, MachineError, TaskError
 from strop.recipe.recipe import Recipe, resolve
 from strop.rollout.prompt import load_prompt
 from strop.run_directory import read_json, read_lines
-from strop.stages import demonstrations as judged
 from strop.stages import sft as sft_stage
 from strop.tasks import TaskSource
 from strop.types import Task
@@ -116,7 +115,7 @@ def test_an_interrupted_stage_judges_once_and_ends_with_the_same_weights(tmp_pat
     recipe = recipe_of(tmp_path)
     whole = run_recipe(tmp_path / "whole", recipe).run
     asked = []
-    make_reward = judged.make_reward
+    make_reward = sft_stage.make_reward
 
     def counting(*arguments):
         asked.append(1)
@@ -128,9 +127,9 @@ def test_an_interrupted_stage_judges_once_and_ends_with_the_same_weights(tmp_pat
     def killed_before_the_first_step(*_, **__):
         raise Killed
 
-    monkeypatch.setattr(judged, "make_reward", counting)
+    monkeypatch.setattr(sft_stage, "make_reward", counting)
     with monkeypatch.context() as patched:
-        patched.setattr(judged, "_judged", killed_in_the_middle)
+        patched.setattr(sft_stage, "_judged", killed_in_the_middle)
         with pytest.raises(Killed):
             run_recipe(tmp_path / "run", recipe)
         assert not (tmp_path / "run" / "stages" / "sft" / "data" / "verdicts.jsonl").exists()

@@ -11,9 +11,9 @@ import pytest
 from scripted_runs import RECIPE, Watching, make_recipe, recipe_of, run_recipe
 from strop.errors import RunError, TaskError
 from strop.run_directory import LineWriter, RunDirectory, iter_lines, read_lines, write_json
-from strop.stages.context import TASK, StageContext, kept_path, tasks_to_play
-from strop.stages.demonstrations import batch_at
+from strop.stages.context import TASK, StageContext, tasks_to_play
 from strop.stages.dpo import split_by_prompt
+from strop.stages.loop.steps import batch_at
 from strop.tasks import RowTasks
 from strop.tasks.files import RowFile, writing_rows
 from strop.types import Task, derive_seed
@@ -77,7 +77,7 @@ def tasks_of_stages(tmp_path, **made):
     """What an RL stage plays that stands on these stages, each of which made these tasks."""
     run = RunDirectory(tmp_path)
     for name, tasks in made.items():
-        with writing_rows(kept_path(run.stage(name))) as add:
+        with writing_rows(run.stage(name).kept) as add:
             for each in tasks:
                 add(TASK.dump_python(each, mode="json"))
         write_json(run.stage(name).done, {"data": f"stages/{name}/data/kept.jsonl"})
@@ -106,7 +106,7 @@ def test_tasks_of_several_stages_are_those_of_one_list_and_their_texts_are_not_i
 def test_a_row_that_is_no_task_is_named_before_any_is_played(tmp_path):
     good = Task(id="a", question="q", answer="1", source="here")
     context, tasks = tasks_of_stages(tmp_path, first=[good, good], second=[good, good])
-    path = kept_path(context.run.stage("second"))
+    path = context.run.stage("second").kept
     path.write_text(path.read_text().splitlines()[0] + '\n{"id": "b"}\n')
     with pytest.raises(TaskError, match=r"row 2 of what stage 'second' made is no task \(question: .*--from second"):
         tasks()
@@ -167,7 +167,7 @@ def test_demonstrations_that_are_played_in_parts_are_those_that_are_played_at_on
     played = {"kind": "demonstrations", "init": "base", "num_demonstrations": 11, "demonstrator": {"kind": "arithmetic"}}
     recipe = recipe_of(stages | {"played": played})
     at_once = run_recipe(tmp_path / "at-once", recipe).run
-    monkeypatch.setattr("strop.stages.demonstrations._HELD_AT_ONCE", 3)
+    monkeypatch.setattr("strop.stages.conversations._HELD_AT_ONCE", 3)
     in_parts = run_recipe(tmp_path / "in-parts", recipe).run
     for name in ("sft/data/demonstrations.jsonl", "played/data/kept.jsonl"):
         mine, theirs = (without_times(read_lines(run.path / "stages" / name)) for run in (in_parts, at_once))

@@ -8,7 +8,7 @@ from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import ConfigError
 from strop.run_directory import read_json, read_lines
 from strop.stages.context import TRAJECTORY
-from strop.stages.demonstrations import as_demonstration
+from strop.stages.conversations import as_demonstration
 
 
 def rates(tmp_path, **sft):

@@ -13,8 +13,7 @@ from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import make_call_format
 from strop.sandbox import RunOutcome, ScriptedSandbox, scripted_result
-from strop.stages.conversations import as_written_demonstration, encoded_again
-from strop.stages.demonstrations import as_demonstration
+from strop.stages.conversations import as_demonstration, as_written_demonstration, encoded_again
 from strop.tools.python import PythonTool
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory
 

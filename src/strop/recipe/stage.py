@@ -136,7 +136,7 @@ class Stage(Component):
 
     kinds = {  # noqa: RUF012  (a constant table)
         "model": "strop.stages.model:ModelStage",
-        "demonstrations": "strop.stages.demonstrations:DemonstrationsStage",
+        "demonstrations": "strop.stages.conversations:DemonstrationsStage",
         "conversations": "strop.stages.conversations:Conversations",
         "sft": "strop.stages.sft:SFT",
         "distil": "strop.stages.sft:Distillation",
@@ -145,8 +145,8 @@ class Stage(Component):
         "rl": "strop.stages.rl:RL",
         "expert_iteration": "strop.stages.expert_iteration:ExpertIteration",
         "curation": "strop.stages.curation:Curation",
-        "filter": "strop.stages.filter:Filter",
-        "rejection_sampling": "strop.stages.rejection_sampling:RejectionSampling",
+        "filter": "strop.stages.sampled:Filter",
+        "rejection_sampling": "strop.stages.sampled:RejectionSampling",
         "mix": "strop.stages.mix:Mix",
         "reward_model": "strop.stages.reward_model:RewardModel",
         "dpo": "strop.stages.dpo:DPO",

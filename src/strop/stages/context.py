@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -86,8 +87,6 @@ class StageMetrics:
         """What the last step before this try got; empty when there was none."""
         cut_back(context.run.updates, context.name, done_steps)
         self._context = context
-        self._writer = LineWriter(context.run.metrics)
-        self._updates_writer: LineWriter | None = None  # not every stage has a table of updates
 
     def append(self, step: int, metrics: Mapping[str, float], updates: Sequence[Mapping[str, Any]] = ()) -> None:
         """`metrics` of the step as a whole; `updates` of each of its updates, where it may have several.
@@ -96,21 +95,17 @@ class StageMetrics:
         """
         metrics = _finite(metrics)
         of_step = {"stage": self._context.name, "step": step}
-        if updates and self._updates_writer is None:
-            self._updates_writer = LineWriter(self._context.run.updates)
-        for update in updates:  # first, so that a step that has its line has those of its updates too
-            assert self._updates_writer is not None
-            self._updates_writer.append(of_step | _finite(update))
         self.steps.append({**of_step, **metrics})
-        self._writer.append(self.steps[-1])
+        run = self._context.run
+        # Updates first, so that a step that has its line has those of its updates too.
+        for path, lines in ((run.updates, [of_step | _finite(update) for update in updates]), (run.metrics, self.steps[-1:])):
+            if lines:  # not every stage has a table of updates
+                with closing(LineWriter(path)) as writer:
+                    for line in lines:
+                        writer.append(line)
         for tracker in self._context.trackers:
             tracker.log(metrics, step=step, stage=self._context.name)
         self._context.progress.step(metrics, step)
-
-    def close(self) -> None:
-        self._writer.close()
-        if self._updates_writer is not None:
-            self._updates_writer.close()
 
 
 def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,21 +134,6 @@ def load_chat(model: Path) -> ChatFormat:
             f"{model}: no tokenizer that transformers can load: {error}. Save one there with tokenizer.save_pretrained."
         ) from error
     return ChatFormat(tokenizer)
-
-
-def kept_path(directory: StageDirectory) -> Path:
-    """What a data stage makes."""
-    return directory.path / "data" / "kept.jsonl"
-
-
-def dropped_path(directory: StageDirectory) -> Path:
-    """What a data stage drops, with reasons."""
-    return directory.path / "data" / "dropped.jsonl"
-
-
-def outcomes_path(directory: StageDirectory) -> Path:
-    """How often each task was solved. The rule `agreement` of a curation reads it."""
-    return directory.path / "data" / "outcomes.jsonl"
 
 
 def _tasks_of(run: RunDirectory, stages: Sequence[str]) -> Iterator[Task]:
@@ -202,8 +182,7 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
         prompt_name: the prompt of the rollouts.
         chat: the tokenizer of their ids.
     """
-    prompt, specs = load_prompt(prompt_name), [tool.spec for tool in context.tools]
-    facts = {"prompt": prompt_name, "tokenizer": tokenizer_digest(chat)}
+    prompt, specs, digest = load_prompt(prompt_name), [tool.spec for tool in context.tools], tokenizer_digest(chat)
 
     def make(task: Task, trajectory: Trajectory) -> Row:
         messages = [{"role": each.role, "content": each.text} for each in prompt.fill(task.question, specs)]
@@ -224,7 +203,8 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
             "facts": dict(task.facts),
             "task": TASK.dump_python(task, mode="json"),
             "trajectory": rollout,
-            **facts,
+            "prompt": prompt_name,
+            "tokenizer": digest,
         }
 
     return make

@@ -1,4 +1,4 @@
-"""Conversations as demonstrations: the stage that reads them from files, and token ids of read and of played ones.
+"""Conversations that are imitated: played by a demonstrator in the real environment or read from files, and their token ids.
 
 They go through the model's chat template as rollouts do: the demonstrator's text is encoded once, the text of the environment
 follows, and only the demonstrator's tokens are imitated.
@@ -6,8 +6,9 @@ follows, and only the demonstrator's tokens are imitated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,34 @@ from pydantic import Field
 
 from strop.errors import TaskError
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
+from strop.recipe.stage import Estimate, Machine, PosedKeys, Product, Stage, StageResult
 from strop.rollout.chat_template import ChatFormat, Span
 from strop.rollout.chat_template import Message as ChatMessage
-from strop.rollout.demonstrate import retold, said_ids, stops_at_call
-from strop.rollout.prompt import load_prompt
+from strop.rollout.demonstrate import demonstrate, in_form_of, retold, said_ids, stops_at_call
+from strop.rollout.environment import ToolEnvironments
+from strop.rollout.prompt import Prompt, load_prompt
 from strop.rollout.tool_calls import CallFormat, make_call_format
-from strop.stages.context import TASK, TRAJECTORY, StageContext, dropped_path, kept_path, tokenizer_digest
-from strop.stages.demonstrations import as_demonstration, thought_tag_problem
+from strop.stages.context import (
+    TASK,
+    TRAJECTORY,
+    StageContext,
+    conversation_maker,
+    load_chat,
+    open_tasks,
+    product_of,
+    tokenizer_digest,
+)
+from strop.stages.loop.engines import task_files
 from strop.tasks.conversations import Conversation, Message, as_row, conversation_of, read_conversations
+from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator
 from strop.tasks.files import writing_rows
 from strop.tasks.readers import Unreadable
 from strop.tools.protocol import Tool
 from strop.training.sft import Demonstration, Segment
-from strop.types import Task, Trajectory
+from strop.types import RolloutKey, Task, Trajectory
+
+_AT_ONCE = 32
+_HELD_AT_ONCE = 1024  # played ones, until they are handed on
 
 
 class Conversations(Stage):
@@ -59,7 +74,7 @@ class Conversations(Stage):
         num_kept = num_dropped = 0
         first = ""
         problems = set[str]()
-        with writing_rows(kept_path(directory)) as keep, writing_rows(dropped_path(directory)) as drop:
+        with writing_rows(directory.kept) as keep, writing_rows(directory.dropped) as drop:
             for conversation in read_conversations(Path(config.path).expanduser()):
                 try:
                     turns = turns_of(conversation, calls)
@@ -82,7 +97,139 @@ class Conversations(Stage):
         for problem in sorted(problems - {""}):
             context.warn(problem)
         dropped = f", {num_dropped} dropped; the first is {first}" if num_dropped else ""
-        return StageResult(summary=f"{num_kept} conversations of {config.path}{dropped}", product=kept_path(directory))
+        return StageResult(summary=f"{num_kept} conversations of {config.path}{dropped}", product=directory.kept)
+
+
+class DemonstrationsStage(Stage):
+    """Conversations that a demonstrator plays in the real environment, for stages that mix them with others."""
+
+    makes = Product.CONVERSATIONS
+    root_keys = frozenset({"sandbox", "tools"})
+
+    class Config(PosedKeys):
+        """Keys of `kind = "demonstrations"`."""
+
+        init: str = Field(description="Stage whose tokenizer the conversations are written in.")
+        demonstrator: DemonstratorConfig = Field(description="What writes the demonstrations.")
+        num_demonstrations: int = Field(ge=1, description="Number of demonstrations: one for each of the first tasks.")
+
+    config: Config
+
+    def files(self) -> Mapping[str, Path]:
+        return task_files("tasks", self.config.tasks, ["train"])
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        return Estimate(arithmetic=f"{self.config.num_demonstrations} demonstrations")
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Play and write the conversations."""
+        config, path = self.config, context.directory.kept
+        chat = load_chat(product_of(context.run, config.init))
+        context.started(1, 0)
+        num = await write_demonstrations(context, config, config.demonstrator, chat, path, num=config.num_demonstrations)
+        return StageResult(summary=f"{num} demonstrations", product=path)
+
+
+async def play_demonstrations(
+    context: StageContext, stage: PosedKeys, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
+) -> AsyncIterator[tuple[Task, Trajectory]]:
+    """Yield demonstrations of the first `num` training tasks, played with the real tools, in the order of the tasks.
+
+    Tasks that the demonstrator cannot do are left out, with a warning. No more than `_HELD_AT_ONCE` are in memory.
+
+    Raises:
+        TaskError: it can do none of them.
+    """
+    tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
+    tool = next((each.spec.name for each in context.tools), "")
+    prompt = load_prompt(stage.prompt)
+    environments = ToolEnvironments(chat, prompt, context.tools, stage.limits)
+    gate = asyncio.Semaphore(_AT_ONCE)
+    problems = set[str]()
+
+    async def play(index: int) -> tuple[Task, Trajectory] | TaskError:
+        task = tasks.task(index)
+        seed = context.seed("demonstration", index)
+        try:
+            replies = demonstrator.script(task, tool=tool, seed=seed)
+        except TaskError as error:
+            return error
+        if isinstance(demonstrator, RecordedDemonstrator):  # its tags are those of its rows
+            problems.update(thought_tag_problem(stage.prompt, prompt, reply("")) for reply in replies)
+        else:
+            replies = [in_form_of(prompt, reply) for reply in replies]
+        async with gate:
+            key = RolloutKey(task_index=index, attempt=0)
+            try:
+                played = await demonstrate(
+                    task,
+                    key,
+                    replies,
+                    environments=environments,
+                    chat=chat,
+                    calls=environments.format,
+                    max_tokens=stage.sampling.max_tokens,
+                    seed=seed,
+                    prefill=prompt.prefill,
+                )
+            except Unreadable as error:
+                return TaskError(f"task {task.id!r}: {error}.")
+            return task, played
+
+    limit = num if tasks.num_tasks is None else min(num, tasks.num_tasks)
+    num_done, first_fault = 0, ""
+    for start in range(0, limit, _HELD_AT_ONCE):
+        for each in await asyncio.gather(*(play(index) for index in range(start, min(limit, start + _HELD_AT_ONCE)))):
+            if isinstance(each, tuple):
+                num_done += 1
+                yield each
+            else:
+                first_fault = first_fault or str(each)
+    if not num_done:
+        raise TaskError(f"stages.{context.name}.demonstrator: it can do none of {limit} tasks; of the first, {first_fault}")
+    if num_done < num:
+        why = "there are no more tasks" if num_done == limit else "the others could not be written"
+        context.warn(f"{num_done} demonstrations, not {num}: {why}")
+    for problem in sorted(problems - {""}):
+        context.warn(problem)
+
+
+def thought_tag_problem(name: str, prompt: Prompt, said: str) -> str:
+    """Return what is wrong if `said` has thoughts in another tag than the prompt of that name asks for, else nothing."""
+    asked = prompt.raw + "".join(message.content for message in prompt.messages)
+    other = next((tag for tag in ("reason", "think") if tag != prompt.think_tag and f"</{tag}>" in said), "")
+    if not other or f"<{prompt.think_tag}>" not in asked:
+        return ""
+    return (
+        f"demonstrations have thoughts in <{other}>, but prompt {name!r} asks for <{prompt.think_tag}>: a reward that"
+        f" reads this form will find none. Rename the tags in the file, or set a prompt that asks for <{other}>."
+    )
+
+
+async def write_demonstrations(
+    context: StageContext, stage: PosedKeys, demonstrator: DemonstratorConfig, chat: ChatFormat, path: Path, *, num: int
+) -> int:
+    """Play demonstrations and write them into `path` as conversations. Returns their number."""
+    make_row, num_written = conversation_maker(context, stage.prompt, chat), 0
+    with writing_rows(path) as add:
+        async for task, played in play_demonstrations(context, stage, demonstrator, chat, num=num):
+            add(make_row(task, played))
+            num_written += 1
+    return num_written
+
+
+def as_demonstration(trajectory: Trajectory) -> Demonstration:
+    """Return a trajectory with the provenance of its tokens: what the demonstrator said is imitated, all else is context.
+
+    The demonstrator may be the policy itself; tokens that were forced on it are not imitated.
+    """
+    segments = [Segment(ids=trajectory.prompt_ids, is_demonstrator=False)]
+    for turn in trajectory.turns:
+        said = zip(turn.completion.ids, turn.completion.is_forced, strict=True)
+        for is_forced, tokens in groupby(said, key=lambda token: token[1]):
+            segments.append(Segment(ids=tuple(token for token, _ in tokens), is_demonstrator=not is_forced))
+        segments.append(Segment(ids=turn.observation_ids, is_demonstrator=False))
+    return Demonstration(segments=tuple(segment for segment in segments if segment.ids))
 
 
 def as_demonstrations(rows: Iterable[Mapping[str, Any]], chat: ChatFormat, tools: Sequence[Tool]) -> Iterator[Demonstration]:

@@ -16,8 +16,7 @@ from strop.errors import ConfigError, TaskError, UserError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Input, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
-from strop.run_directory import RunDirectory
-from strop.stages.context import StageContext, kept_path, outcomes_path
+from strop.stages.context import StageContext
 from strop.stages.sampled import SampledKeys
 
 _NOTE_EVERY_S = 30.0
@@ -83,8 +82,13 @@ class Curation(Stage):
             MachineError: a process that judged was killed; the same command resumes.
         """
         context.started(1, 0)
-        kept = kept_path(context.directory)
-        config = self._with_outcomes(context.run)
+        kept = context.directory.kept
+        config, stages = load_curation(self.files()["recipe"]), self.config.outcomes
+        rules = tuple(
+            rule.model_copy(update={"outcomes": context.run.stage(stages[rule.kind]).outcomes}) if rule.kind in stages else rule
+            for rule in config.rules
+        )
+        config = config.model_copy(update={"rules": rules})
         try:
             summary = await _in_thread(context, config, kept.parent, jobs=self.config.jobs)
         except TaskError as error:
@@ -98,15 +102,6 @@ class Curation(Stage):
             )
         dropped = f"; dropped: {dropped}" if dropped else ""
         return StageResult(summary=f"{summary['num_kept']} of {summary['num_tasks']} problems kept{dropped}", product=kept)
-
-    def _with_outcomes(self, run: RunDirectory) -> CurationConfig:
-        """The curation file, with the outcomes that stages of `run` wrote."""
-        config, stages = load_curation(self.files()["recipe"]), self.config.outcomes
-        rules = tuple(
-            rule.model_copy(update={"outcomes": outcomes_path(run.stage(stages[rule.kind]))}) if rule.kind in stages else rule
-            for rule in config.rules
-        )
-        return config.model_copy(update={"rules": rules})
 
 
 class _Stopped(Exception):  # noqa: N818 - named for what happened

@@ -10,11 +10,11 @@ import hashlib
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from pydantic import Field
@@ -24,17 +24,14 @@ from strop.errors import TaskError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.number_format import counted
-from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import said_ids
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import make_call_format
 from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.demonstrations import batch_at
-from strop.stages.loop.checkpoints import CheckpointedKeys
-from strop.stages.loop.steps import take_updates
-from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage, checked_steps
+from strop.stages.loop.checkpoints import CheckpointedKeys, HeldOutConfig, keep_if_best, write_product
+from strop.stages.loop.steps import batch_at, take_updates
+from strop.stages.loop.training_stage import TrainingStage, checked_steps
 from strop.stages.loop.updates import keep_skipped
-from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.files import RowFile
 from strop.training.batch import TokenBatch
 from strop.training.optimizer import UpdateReport
@@ -76,41 +73,43 @@ class PreferenceSets(Generic[ItemT]):
     test: RowFile[ItemT]
     num_left_out: int
 
+    def batch(self, step: int, stage: PreferenceKeys, context: StageContext) -> list[ItemT]:
+        """What is learned from in `step`, counted from 1."""
+        return batch_at(self.train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
 
-def open_sets(
-    context: StageContext,
-    stage: PreferenceKeys,
-    opened: AsyncExitStack,
-    keep: Callable[[Path, Iterator[Preference]], RowFile[ItemT]],
-    *,
-    why_left_out: str,
-    remedy: str,
-) -> PreferenceSets[ItemT]:
-    """Return the preferences of `path`, without those of a share of its prompts, and the others, as `opened` files.
 
-    A warning says how many are left out.
+class PreferenceStage(TrainingStage):
+    """Base of stages that learn from preferences. Messages name what it cannot use, and what gives it more."""
 
-    Args:
-        keep: writes preferences that can be used into a directory.
-        why_left_out: why others cannot, in words.
-        remedy: what to do if none are left, in words.
+    unusable: ClassVar[str]
+    remedy: ClassVar[str]
+    config: PreferenceKeys
 
-    Raises:
-        TaskError: the preferences cannot be read, or none are left to learn from or to measure on.
-    """
-    found = read_preferences(Path(stage.path))
-    numbers = split_by_prompt((each.prompt for each in found), share=stage.test_share, seed=context.seed("test"))
-    train, test = (
-        opened.enter_context(keep(context.directory.path, (found[number] for number in of_set))) for of_set in numbers
-    )
-    num_left_out = len(found) - len(train) - len(test)
-    if num_left_out:
-        context.warn(f"{num_left_out} of {len(found)} preferences are left out: {why_left_out}")
-    if not len(train) or not len(test):
-        raise TaskError(
-            f"stages.{context.name}: {len(train)} preferences are left to learn from and {len(test)} to measure on. {remedy}"
-        )
-    return PreferenceSets(train=train, test=test, num_left_out=num_left_out)
+    def open_sets(
+        self, context: StageContext, opened: AsyncExitStack, keep: Callable[[Iterator[Preference]], Iterator[ItemT]]
+    ) -> PreferenceSets[ItemT]:
+        """Return the preferences of `path`, without those of a share of its prompts, and the others, as `opened` files.
+
+        A warning says how many are left out.
+
+        Args:
+            keep: yields what is made of preferences that can be used.
+
+        Raises:
+            TaskError: the preferences cannot be read, or none are left to learn from or to measure on.
+        """
+        found = read_preferences(Path(self.config.path))
+        numbers = split_by_prompt((each.prompt for each in found), share=self.config.test_share, seed=context.seed("test"))
+        kept = (keep(found[number] for number in of_set) for of_set in numbers)
+        train, test = (opened.enter_context(RowFile(each, context.directory.path)) for each in kept)
+        num_left_out = len(found) - len(train) - len(test)
+        if num_left_out:
+            why = self.unusable.format(max_length=self.config.max_length)
+            context.warn(f"{num_left_out} of {len(found)} preferences are left out: {why}")
+        if not len(train) or not len(test):
+            left = f"{len(train)} preferences are left to learn from and {len(test)} to measure on"
+            raise TaskError(f"stages.{context.name}: {left}. {self.remedy}")
+        return PreferenceSets(train=train, test=test, num_left_out=num_left_out)
 
 
 def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple[array[int], array[int]]:
@@ -136,9 +135,11 @@ class PairValidationConfig(HeldOutConfig):
     num_pairs: int = Field(default=200, ge=1, description="Number of held-out pairs, the first of them.")
 
 
-class DPO(TrainingStage):
+class DPO(PreferenceStage):
     """DPO (arXiv:2305.18290) on pairs of responses; the defaults are those of CS336 assignment 5's supplement."""
 
+    unusable = "a prompt and a response of more than max_length = {max_length} tokens"
+    remedy = "Give preferences of more prompts, or raise max_length."
     root_keys = frozenset({"tools"})
 
     class Config(PreferenceKeys):
@@ -170,80 +171,56 @@ class DPO(TrainingStage):
         """
         config = self.config
         init = product_of(context.run, config.init)
-        as_ids = _reader(context, config, load_chat(init))
+        chat, prompt, tools = load_chat(init), load_prompt(config.prompt), [tool.spec for tool in context.tools]
+        calls = make_call_format(prompt.calls, tools)
 
-        def keep(directory: Path, preferences: Iterator[Preference]) -> RowFile[PairIds]:
-            return RowFile((pair for pair in map(as_ids, preferences) if pair.length <= config.max_length), directory)
+        def as_ids(preference: Preference) -> PairIds:
+            """The prompt as tasks are posed, and each response as one turn of the policy."""
+            if not isinstance(preference, Pair):
+                raise TaskError(
+                    f"stages.{context.name}.path: {config.path} has single responses with labels, and DPO compares two. Give"
+                    " rows of prompt, chosen and rejected, or train a reward model on these (kind = 'reward_model')."
+                )
+            chosen, rejected = (said_ids(response, chat, calls) for response in preference.responses)
+            return PairIds(prompt=prompt.ids(chat, preference.prompt, tools), chosen=chosen, rejected=rejected)
+
+        def keep(preferences: Iterator[Preference]) -> Iterator[PairIds]:
+            return (pair for pair in map(as_ids, preferences) if pair.length <= config.max_length)
 
         async with AsyncExitStack() as opened:
-            sets = open_sets(
-                context,
-                config,
-                opened,
-                keep,
-                why_left_out=f"a prompt and a response of more than max_length = {config.max_length} tokens",
-                remedy="Give preferences of more prompts, or raise max_length.",
-            )
+            sets = self.open_sets(context, opened, keep)
             steps = checked_steps(context, config, config.num_updates(len(sets.train)))
             trainer = Trainer.from_directory(init, config.trainer, reference=init, total_updates=steps)
             opened.push_async_callback(trainer.close)
             held_out = _HeldOut(context, config, trainer, sets.test)
-            found = await _learn(context, config, trainer, sets.train, held_out, steps)
-            product = await write_product(context, trainer, config, config.validation)
+
+            async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
+                started, pairs = time.perf_counter(), pack_pairs(sets.batch(step, config, context))
+                batch = await _scored(trainer, pairs, (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
+                figures = {"time/score_s": time.perf_counter() - started}
+                rewards = rewards_of(batch, beta=config.beta)
+                batch = with_advantages(batch, rewards.margins, beta=config.beta)
+                update = trainer.update(batch, sft_token_loss, sft_token_statistics)
+                report = await keep_skipped(context, batch, update, step=step)
+                if not report.is_skipped:
+                    figures |= {f"dpo/{name}": value for name, value in rewards.figures().items()}
+                    figures["policy/entropy_nats"] = report.statistics["entropy_nats"]
+                return report, figures
+
+            async def validate(step: int) -> dict[str, float]:
+                if not config.validation.is_due(step, last=steps):
+                    return {}
+                started, found = time.perf_counter(), await held_out.measure(step)
+                figures = {f"validation/pair_{name}": value for name, value in found.items()}
+                return figures | {"time/validation_s": time.perf_counter() - started}
+
+            await take_updates(context, config, trainer, steps, take, validate)
+            product = await write_product(context, trainer, config)
         summary = (
             f"{counted(steps, 'update')} on {counted(len(sets.train), 'pair')}; {held_out.num} held out:"
-            f" accuracy {found['accuracy']:.3f}, margin {found['margin']:.3f}"
+            f" accuracy {held_out.last['accuracy']:.3f}, margin {held_out.last['margin']:.3f}"
         )
         return StageResult(summary=summary, product=product)
-
-
-def _reader(context: StageContext, stage: DPO.Config, chat: ChatFormat) -> Callable[[Preference], PairIds]:
-    """Return a function that makes ids of a pair: its prompt as tasks are posed, a response as one turn of the policy."""
-    prompt, tools = load_prompt(stage.prompt), [tool.spec for tool in context.tools]
-    calls = make_call_format(prompt.calls, tools)
-
-    def read(preference: Preference) -> PairIds:
-        if not isinstance(preference, Pair):
-            raise TaskError(
-                f"stages.{context.name}.path: {stage.path} has single responses with labels, and DPO compares two. Give rows of"
-                " prompt, chosen and rejected, or train a reward model on these (kind = 'reward_model')."
-            )
-        chosen, rejected = (said_ids(response, chat, calls) for response in preference.responses)
-        return PairIds(prompt=prompt.ids(chat, preference.prompt, tools), chosen=chosen, rejected=rejected)
-
-    return read
-
-
-async def _learn(
-    context: StageContext, stage: DPO.Config, trainer: Trainer, train: RowFile[PairIds], held_out: _HeldOut, steps: int
-) -> Mapping[str, float]:
-    """Take every step after the last checkpoint, and return the last metrics of the held-out pairs."""
-    found: Mapping[str, float] = {}
-
-    async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
-        started = time.perf_counter()
-        pairs = batch_at(train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
-        batch = await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
-        figures = {"time/score_s": time.perf_counter() - started}
-        rewards = rewards_of(batch, beta=stage.beta)
-        batch = with_advantages(batch, rewards.margins, beta=stage.beta)
-        update = trainer.update(batch, sft_token_loss, sft_token_statistics)
-        report = await keep_skipped(context, batch, update, step=step)
-        if not report.is_skipped:
-            figures |= {f"dpo/{name}": value for name, value in rewards.figures().items()}
-            figures["policy/entropy_nats"] = report.statistics["entropy_nats"]
-        return report, figures
-
-    async def validate(step: int) -> dict[str, float]:
-        nonlocal found
-        if not stage.validation.is_due(step, last=steps):
-            return {}
-        started, found = time.perf_counter(), await held_out.measure(step)
-        figures = {f"validation/pair_{name}": value for name, value in found.items()}
-        return figures | {"time/validation_s": time.perf_counter() - started}
-
-    await take_updates(context, stage, trainer, steps, take, validate)
-    return found
 
 
 class _HeldOut:
@@ -251,24 +228,22 @@ class _HeldOut:
 
     def __init__(self, context: StageContext, stage: DPO.Config, trainer: Trainer, test: RowFile[PairIds]) -> None:
         self.num = min(stage.validation.num_pairs, len(test))
+        self.last: dict[str, float] = {}  # what was found last
         self._context, self._stage, self._trainer, self._test = context, stage, trainer, test
         self._of_reference: list[TokenBatch] = []  # scored once: it never changes
 
     async def measure(self, step: int) -> dict[str, float]:
         """What is found of the policy after `step`."""
-        parts: list[PairRewards] = []
-        for batch in await self._batches():
-            parts.append(rewards_of(await _scored(self._trainer, batch, (Column.OLD_LOGPROBS,)), beta=self._stage.beta))
+        trainer, size = self._trainer, self._stage.batch_size
+        for start in range(0, 0 if self._of_reference else self.num, size):
+            pairs = [self._test[number] for number in range(start, min(self.num, start + size))]
+            self._of_reference.append(await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS,)))
+        scored = [await _scored(trainer, batch, (Column.OLD_LOGPROBS,)) for batch in self._of_reference]
+        parts = [rewards_of(batch, beta=self._stage.beta) for batch in scored]
         chosen, rejected = torch.cat([part.chosen for part in parts]), torch.cat([part.rejected for part in parts])
-        found = PairRewards(chosen=chosen, rejected=rejected).figures()
-        await keep_if_best(self._context, self._trainer, step, found | {"num_pairs": self.num})
-        return found
-
-    async def _batches(self) -> list[TokenBatch]:
-        for start in range(0, 0 if self._of_reference else self.num, self._stage.batch_size):
-            pairs = [self._test[number] for number in range(start, min(self.num, start + self._stage.batch_size))]
-            self._of_reference.append(await _scored(self._trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS,)))
-        return self._of_reference
+        self.last = PairRewards(chosen=chosen, rejected=rejected).figures()
+        await keep_if_best(self._context, trainer, step, self.last | {"num_pairs": self.num})
+        return self.last
 
 
 async def _scored(trainer: Trainer, batch: TokenBatch, columns: Sequence[Column]) -> TokenBatch:

@@ -144,22 +144,23 @@ class Eval(FixedSetStage):
         """Play `num_tasks` x `k` rollouts, and write `eval/`. Raises `MachineError` if every rollout is void."""
         config, started = self.config, time.perf_counter()
         weights = weights_digest(product_of(context.run, config.init))
-        playing = play_tasks(
-            context,
-            config,
-            weights=weights,
-            seed=derive_seed("eval", context.recipe.seed, "rollouts"),
-            tools=[_CONDITIONS[config.tools](tool) for tool in context.tools],
-            tasks_at_once=config.num_tasks,
-        )
+        playing_with = replace(context, tools=[_CONDITIONS[config.tools](tool) for tool in context.tools])
+        seed = derive_seed("eval", context.recipe.seed, "rollouts")
+        playing = play_tasks(playing_with, config, weights=weights, seed=seed, tasks_at_once=config.num_tasks)
         groups = [group async for group in playing]
         async with Voting(config.reward, context.runner) as voting:
             votes = await voting.votes(groups)
-        figures = summarise(config, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
+        figures = summarise(config, groups, seed=context.recipe.seed, votes=votes)
         if votes is None and "accuracy" in figures:
             figures["maj_at_k_missing"] = f"no answers to compare: {', '.join(voting.without_answers(groups))}"
         figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups)}
-        figures |= _identity(context, config, weights)
+        figures |= identity(context, config.init, config.tasks.benchmark(config.split), weights) | {
+            "prompt": config.prompt,
+            "max_tokens": config.sampling.max_tokens,
+            **({} if config.sampling.truncation is None else asdict(config.sampling.truncation)),
+            "max_turns": config.limits.max_turns,
+            "reward": config.model_dump(mode="json", include={"reward"})["reward"],
+        }
         verdict = verdict_of(config.reward)
         problems = [problem_of(group, None if votes is None else votes[at], verdict) for at, group in enumerate(groups)]
         write_eval(context.directory.evaluation.parent, figures, problems)
@@ -184,31 +185,22 @@ def _in_words(figures: Mapping[str, Any]) -> str:
     unjudged, below = figures["num_tasks_without_verdict"], figures["num_tasks_below_k"]
     missing = f", {unjudged} of them without a verdict" if unjudged else ""
     missing += f", {below} with fewer attempts than that and in no pass@k" if below else ""
-    interval = f"[{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
-    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{_kinds(figures)}{missing}{errors}{void}"
+    interval, kinds = f"[{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]", figures["kinds"]
+    counts = ", ".join(f"{kinds[kind]} {kind}" for kind in ResponseKind if kind in kinds)
+    # Shown where there are more kinds of responses than right and wrong.
+    counts = f": {counts}" if kinds.keys() & {ResponseKind.WELL_FORMED, ResponseKind.UNFORMED} else ""
+    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{counts}{missing}{errors}{void}"
 
 
-def _kinds(figures: Mapping[str, Any]) -> str:
-    """How many responses are of each kind, where there are more than right and wrong."""
-    kinds = figures["kinds"]
-    if not kinds.keys() & {ResponseKind.WELL_FORMED, ResponseKind.UNFORMED}:
-        return ""
-    return ": " + ", ".join(f"{kinds[kind]} {kind}" for kind in ResponseKind if kind in kinds)
-
-
-def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[str, Any]:
+def identity(context: StageContext, init: str, benchmark: str, weights: str) -> dict[str, Any]:
     """What was evaluated on what, for comparisons and tables."""
     engine = context.recipe.engine
     return {
-        "init": stage.init,
-        "benchmark": stage.tasks.benchmark(stage.split),
+        "stage": context.name,
+        "init": init,
+        "benchmark": benchmark,
         "model": weights,
         "run": context.recipe.name,
         "engine": engine.kind,
         "dtype": engine.dtype,
-        "prompt": stage.prompt,
-        "max_tokens": stage.sampling.max_tokens,
-        **({} if stage.sampling.truncation is None else asdict(stage.sampling.truncation)),
-        "max_turns": stage.limits.max_turns,
-        "reward": stage.model_dump(mode="json", include={"reward"})["reward"],
     }

@@ -22,12 +22,12 @@ from strop.recipe.schedule import ScheduleEntry
 from strop.recipe.stage import Estimate, Machine, StageResult, check_differ
 from strop.reports.number_format import counted
 from strop.stages.context import StageContext, product_of
-from strop.stages.demonstrations import as_demonstration
+from strop.stages.conversations import as_demonstration
+from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
-from strop.stages.loop.updates import StepUpdates, keep_skipped, why_nothing_learned
-from strop.stages.loop.validation import write_product
+from strop.stages.loop.updates import StepUpdates, keep_skipped, update_metrics, why_nothing_learned
 from strop.training.config import Schedule
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
@@ -91,7 +91,7 @@ class ExpertIterationRun:
         metrics |= tool_call_metrics(groups) | selection_metrics(selections)
         if num:
             metrics["rollout/kept_fraction"] = metrics["groups/rollouts_used"] / num
-        metrics |= updates.metrics() | {"rollout/tokens_per_s": played.tokens_per_s, **watch.times}
+        metrics |= update_metrics(updates.policy) | {"rollout/tokens_per_s": played.tokens_per_s, **watch.times}
         return StepResult(metrics=metrics, weights=weights, problems=problems, updates=updates)
 
     async def imitate(self, step: int, selections: Sequence[Selection]) -> StepUpdates:
@@ -150,10 +150,8 @@ class ExpertIteration(RolloutStage):
             arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.group_size} rollouts ="
             f" {rollouts} a step; those that are right are imitated for {counted(config.epochs, 'epoch')} in batches of up"
             f" to {config.batch_size}: up to {counted(updates, 'update')} a step",
-            rollouts=rollouts,
             updates=updates,
             trained=config.as_trained(trained, rows=min(config.batch_size, rollouts), longest=recipe.engine.max_length),
-            lines=self.lines_of_schedule(),
         )
 
     async def run(self, context: StageContext) -> StageResult:
@@ -165,7 +163,7 @@ class ExpertIteration(RolloutStage):
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             run = ExpertIterationRun(context, stage, trainer, rollouts)
             taken = await take_steps(context, stage, trainer, rollouts, run.step)
-            product = await write_product(context, trainer, stage, stage.validation, returns_best=taken.returns_best)
+            product = await write_product(context, trainer, stage, returns_best=taken.returns_best)
             updates = counted(trainer.num_updates, "update")
             summary = f"{counted(taken.steps, 'step')} of expert iteration, {updates}{taken.note}"
             return StageResult(summary=summary, product=product)

@@ -69,11 +69,9 @@ def model_card(context: StageContext, stage: Export.Config, chain: list[str]) ->
         lines += ["| evaluation | of | accuracy | 95 % interval | tasks | k |", "| --- | --- | --- | --- | --- | --- |"]
         for name in stage.results:
             figures = read_json(context.run.stage(name).evaluation)
-            accuracy, interval = "–", "–"
-            if "accuracy" in figures:
-                accuracy = f"{figures['accuracy']:.3f}"
-            if "accuracy_low" in figures:
-                interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}"
+            accuracy = f"{figures['accuracy']:.3f}" if "accuracy" in figures else "–"
+            has_interval = "accuracy_low" in figures
+            interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}" if has_interval else "–"
             size = f"{figures.get('num_tasks', '–')} | {figures.get('k', '–')}"
             lines.append(f"| {name} | {recipe.stages[name].init} | {accuracy} | {interval} | {size} |")
         lines.append("")

@@ -26,10 +26,12 @@ from strop.evaluation.endpoint import Endpoint, EngineAnswers, ServerAnswers, se
 from strop.evaluation.results import write_eval
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Sampled, Stage, StageResult
+from strop.rollout.environment import end
 from strop.rollout.scheduler.engine_pool import engine_name
 from strop.run_directory import read_json, write_json
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, load_chat, product_of
+from strop.stages.evaluation import identity
 from strop.stages.loop.engines import check_engine
 
 PLACEHOLDERS = ("base_url", "port", "model", "out")
@@ -52,6 +54,7 @@ class Harness(Stage):
 
     makes = Product.EVALUATION
     root_keys = frozenset({"engine"})
+    opens_engines = True
 
     class Config(Stage.Config):
         """Keys of `kind = "harness"`."""
@@ -101,10 +104,6 @@ class Harness(Stage):
 
     config: Config
 
-    @property
-    def opens_engines(self) -> bool:
-        return True
-
     def keys(self) -> dict[str, Any]:
         """All but where the policy is served, and what is read once the commands have ended."""
         return {key: value for key, value in self.table().items() if key not in ("port", "metrics")}
@@ -122,10 +121,7 @@ class Harness(Stage):
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         programs = dict.fromkeys(os.path.basename(shlex.split(command)[0]) for command in self.config.commands)
-        return Estimate(
-            arithmetic=f"{self.config.benchmark} by {', then '.join(programs)}",
-            sampled=Sampled(),
-        )
+        return Estimate(arithmetic=f"{self.config.benchmark} by {', then '.join(programs)}", sampled=Sampled())
 
     async def run(self, context: StageContext) -> StageResult:
         """Run the commands, unless they have ended before, and write `eval/`."""
@@ -144,17 +140,9 @@ class Harness(Stage):
             )
         metrics = {key: _read(f"stages.{context.name}.metrics.{key}", each, out) for key, each in config.metrics.items()}
         figures = metrics | _interval(metrics, context.name) | asked
-        figures |= {
-            "stage": context.name,
-            "init": config.init,
-            "harness": os.path.basename(shlex.split(config.commands[-1])[0]),
-            "benchmark": config.benchmark,
-            "model": weights_digest(model),
-            "run": context.recipe.name,
-            "engine": context.recipe.engine.kind,
-            "dtype": context.recipe.engine.dtype,
-            "time_s": time.perf_counter() - started,
-        }
+        figures |= identity(context, config.init, config.benchmark, weights_digest(model))
+        figures["harness"] = os.path.basename(shlex.split(config.commands[-1])[0])
+        figures["time_s"] = time.perf_counter() - started
         write_eval(context.directory.evaluation.parent, figures, [])
         return StageResult(summary=", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
 
@@ -165,11 +153,8 @@ class Harness(Stage):
         names = [engine_name(index) for index in range(engine.num_engines)]
         engines = await context.open_engines(model, engine, detokenize=chat.decode, logs=context.directory.logs, names=names)
         servers = [each for each in engines if isinstance(each, ServerEngine)]
-        answers = (
-            ServerAnswers(str(model), servers, chat)
-            if servers
-            else EngineAnswers(str(model), engines, chat, seed=context.seed("endpoint"))
-        )
+        served, seed = str(model), context.seed("endpoint")
+        answers = ServerAnswers(served, servers, chat) if servers else EngineAnswers(served, engines, chat, seed=seed)
         try:
             with serving(answers, port=self.config.port) as endpoint:
                 for command in self.config.commands:
@@ -197,8 +182,7 @@ class Harness(Stage):
                 endpoint.lost.result()
             failure = await running
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await end([running])
         if failure:
             raise RunError(
                 f"stages.{name}.commands: {failure}\nMend what the command needs and run strop again: it starts with the first"
@@ -219,17 +203,21 @@ def _interval(metrics: Mapping[str, float], name: str) -> dict[str, float]:
 
 def _read(key: str, figure: Figure, out: Path) -> float:
     """Return the figure. Raises `RunError`, which says what is there instead, if it is missing or no number."""
+
+    def wrong(problem: str) -> RunError:
+        return RunError(f"{key}{problem}. Mend {key} and run strop again: the commands do not run a second time.")
+
     found = sorted(out.glob(figure.file), key=lambda path: path.stat().st_mtime)
     if not found:
         files = [str(path.relative_to(out)) for path in sorted(out.rglob("*")) if path.is_file()]
-        raise RunError(f"{key}.file: there is no {figure.file} below {out}. It has {_listed(files)}. {_remedy(key)}")
+        raise wrong(f".file: there is no {figure.file} below {out}. It has {_listed(files)}")
     path = found[-1]
     value: Any
     try:
         text = path.read_text(encoding="utf-8")
         value = next(csv.DictReader(text.splitlines()), {}) if path.suffix == ".csv" else json.JSONDecoder().raw_decode(text)[0]
     except (OSError, ValueError) as error:
-        raise RunError(f"{key}.file: {path} cannot be read: {error}. {_remedy(key)}") from error
+        raise wrong(f".file: {path} cannot be read: {error}") from error
     for step in figure.at:
         if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
             value = value[int(step)]
@@ -237,23 +225,17 @@ def _read(key: str, figure: Figure, out: Path) -> float:
             value = value[step]
         else:
             keys = [str(each) for each in value] if isinstance(value, dict) else []
-            raise RunError(
-                f"{key}.at: {path} has no {step!r} in {' > '.join(figure.at)}. It has {_listed(keys)}. {_remedy(key)}"
-            )
+            raise wrong(f".at: {path} has no {step!r} in {' > '.join(figure.at)}. It has {_listed(keys)}")
     try:
         is_percent = isinstance(value, str) and value.strip().endswith("%")
         number = float(value.strip().removesuffix("%")) / 100 if is_percent else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
-        raise RunError(f"{key}: {' > '.join(figure.at)} of {path} is {value!r}, not a number. {_remedy(key)}")
+        raise wrong(f": {' > '.join(figure.at)} of {path} is {value!r}, not a number")
     return number
 
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) or "nothing") + more
-
-
-def _remedy(key: str) -> str:
-    return f"Mend {key} and run strop again: the commands do not run a second time."

@@ -13,7 +13,7 @@ from strop.errors import TaskError
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.run_directory import iter_lines
-from strop.stages.context import StageContext, kept_path, product_of
+from strop.stages.context import StageContext, product_of
 from strop.tasks.files import RowFile, writing_rows
 
 
@@ -68,8 +68,8 @@ class Mix(Stage):
                 drawn.extend(start + number for number in draw.sample(range(num), counts[name]))
                 start += num
             random.Random(context.seed("order")).shuffle(drawn)
-            with writing_rows(kept_path(context.directory)) as add:
+            with writing_rows(context.directory.kept) as add:
                 for number in drawn:
                     add(rows[number])
         parts = ", ".join(f"{counts[name]} of {num} of {name}" for name, num in num_rows.items())
-        return StageResult(summary=f"{len(drawn)} rows: {parts}", product=kept_path(context.directory))
+        return StageResult(summary=f"{len(drawn)} rows: {parts}", product=context.directory.kept)

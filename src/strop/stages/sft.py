@@ -1,47 +1,48 @@
-"""Supervised fine-tuning: imitate demonstrations, one update a step."""
+"""Supervised fine-tuning: imitate demonstrations, one update a step; with `only_right` those that the reward calls right."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from strop.errors import ConfigError, TaskError, UserError
-from strop.evaluation.metrics import verdict_of
+from strop.errors import ConfigError, MachineError, TaskError, UserError
+from strop.evaluation.metrics import Verdict, verdict_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
-from strop.rollout.chat_template import ChatFormat
-from strop.run_directory import iter_lines
-from strop.stages.context import Row, StageContext, load_chat, product_of
-from strop.stages.conversations import as_demonstrations
-from strop.stages.demonstrations import (
-    attempts_in,
-    batch_at,
-    judge_demonstrations,
-    only_kept,
-    with_truths,
-    write_demonstrations,
-)
+from strop.rewards import judge_group, make_reward
+from strop.rollout.environment import all_of
+from strop.rollout.player import Excluded, Judge
+from strop.rollout.prompt import load_prompt
+from strop.run_directory import iter_lines, shortened
+from strop.stages.context import TASK, TRAJECTORY, Row, StageContext, load_chat, product_of
+from strop.stages.conversations import as_demonstrations, write_demonstrations
+from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.engines import task_files
 from strop.stages.loop.rollouts import open_player
-from strop.stages.loop.steps import take_updates
+from strop.stages.loop.steps import Validator, batch_at, take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule, checked_steps
 from strop.stages.loop.updates import keep_skipped
-from strop.stages.loop.validation import Validator, write_product
-from strop.stages.sampled import SampledKeys
+from strop.stages.sampled import SampledKeys, why_not_right
 from strop.tasks.demonstrators import DemonstratorConfig
-from strop.tasks.files import IndexedRows, RowFile
+from strop.tasks.files import RowFile, writing_rows
 from strop.tasks.protocol import Split
-from strop.tasks.rows import RowSource
+from strop.tasks.rows import RowSource, iterate_rows
 from strop.training.optimizer import UpdateReport
-from strop.training.sft import Demonstration, cut_into_rows, pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.training.sft import cut_into_rows, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
+from strop.types import Group, Task, Trajectory
+
+_JUDGED_AT_ONCE = 32
 
 
 class SFT(TrainingStage):
@@ -144,11 +145,10 @@ class SFT(TrainingStage):
             longest = recipe.engine.max_length
         taken = counted(config.epochs or 0, "epoch") + " in batches of" if steps is None else f"{counted(steps, 'step')} x"
         only_right = "; more epochs if some are wrong, since only right ones are imitated" if config.only_right else ""
+        tokens = num * (config.row_length or config.sampling.max_tokens)
         return Estimate(
             arithmetic=f"{taken} {config.batch_size} of {source}{only_right}",
-            trained=config.as_trained(
-                num * (config.row_length or config.sampling.max_tokens), rows=config.batch_size, longest=longest
-            ),
+            trained=config.as_trained(tokens, rows=config.batch_size, longest=longest),
         )
 
     async def run(self, context: StageContext) -> StageResult:
@@ -156,17 +156,21 @@ class SFT(TrainingStage):
         config = self.config
         init = product_of(context.run, config.init)
         chat = load_chat(init)
-        paths = await _conversations(context, config, chat)
-        demonstrations = as_demonstrations(_rows(paths), chat, context.tools)
-        source = ""
+        paths = [product_of(context.run, name) for name in config.data]
+        if config.demonstrator is not None:
+            paths = [context.directory.data / "demonstrations.jsonl"]
+            if not paths[0].exists():  # else an earlier try played them
+                num = config.num_demonstrations or 0
+                await write_demonstrations(context, config, config.demonstrator, chat, paths[0], num=num)
+        demonstrations, source = as_demonstrations(_rows(paths), chat, context.tools), ""
         if config.only_right:
-            attempts = attempts_in(_rows(paths))
-            attempts = attempts if config.truths is None else with_truths(config, config.truths, attempts)
-            source = await judge_demonstrations(context, config, attempts)
-            demonstrations = only_kept(context.directory, demonstrations)
+            source = await judge_demonstrations(context, config, _rows(paths))
+            verdicts = iter_lines(context.directory.verdicts)
+            demonstrations = (each for each, row in zip(demonstrations, verdicts, strict=True) if row["is_kept"])
         if config.row_length is not None:
             demonstrations = cut_into_rows(demonstrations, config.row_length)
-        with RowFile(demonstrations, context.directory.path / "data") as on_disk:
+        async with AsyncExitStack() as opened:
+            on_disk = opened.enter_context(RowFile(demonstrations, context.directory.data))
             source = source or f"{len(on_disk)} demonstrations"
             if config.row_length is not None:
                 source = f"{len(on_disk)} rows of {config.row_length} tokens"
@@ -175,72 +179,47 @@ class SFT(TrainingStage):
                     f"stages.{context.name}: {source}, fewer than batch_size = {config.batch_size}. Lower batch_size, or let"
                     f" {', '.join(config.data) or 'the demonstrator'} make more."
                 )
-            async with AsyncExitStack() as opened:
-                steps = checked_steps(context, config, config.num_updates(len(on_disk)))
-                trainer = Trainer.from_directory(init, config.trainer, total_updates=steps)
-                opened.push_async_callback(trainer.close)
-                validator = None
-                if config.validation is not None:
-                    player = await opened.enter_async_context(open_player(context, config, init))
-                    validator = Validator(player, config, config.validation)
-                loss = await _imitate(context, config, trainer, on_disk, validator, steps=steps)
-                product = await write_product(context, trainer, config, config.validation)
+            steps = checked_steps(context, config, config.num_updates(len(on_disk)))
+            trainer = Trainer.from_directory(init, config.trainer, total_updates=steps)
+            opened.push_async_callback(trainer.close)
+            validator = None
+            if config.validation is not None:
+                player = await opened.enter_async_context(open_player(context, config, init))
+                validator = Validator(player, config, config.validation)
+            loss, has_warned = 0.0, False
+
+            async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
+                nonlocal loss, has_warned
+                started = time.perf_counter()
+                rows = batch_at(on_disk, step - 1, batch_size=config.batch_size, seed=context.seed("batches"))
+                batch = pack_demonstrations(rows)
+                update = trainer.update(batch, sft_token_loss, sft_token_statistics)
+                report = await keep_skipped(context, batch, update, step=step)
+                elapsed = time.perf_counter() - started
+                if report.is_skipped:
+                    return report, {}
+                loss = report.loss
+                if report.grad_norm == 0 and not has_warned:
+                    has_warned = True
+                    why = "the gradient is zero, so nothing is learnt. A learning rate may be far too high."
+                    context.warn(f"step {step}: {why}")
+                return report, {
+                    "sft/loss": report.loss,
+                    "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
+                    "policy/entropy_nats": report.statistics["entropy_nats"],
+                }
+
+            async def validate(step: int) -> dict[str, float]:
+                return {} if validator is None else await validator.validate(trainer, step, config, last=steps)
+
+            await take_updates(context, config, trainer, steps, take, validate)
+            product = await write_product(context, trainer, config)
         summary = f"{counted(steps, 'update')} on {source}, last loss {loss:.3f}"
         return StageResult(summary=summary, product=product)
 
 
-async def _conversations(context: StageContext, stage: SFT.Config, chat: ChatFormat) -> list[Path]:
-    """The files of what is imitated: those of other stages, or demonstrations, played unless an earlier try did."""
-    if stage.demonstrator is None:
-        return [product_of(context.run, name) for name in stage.data]
-    assert stage.num_demonstrations is not None  # the validator saw to it
-    path = context.directory.path / "data" / "demonstrations.jsonl"
-    if not path.exists():
-        await write_demonstrations(context, stage, stage.demonstrator, chat, path, num=stage.num_demonstrations)
-    return [path]
-
-
 def _rows(paths: Sequence[Path]) -> Iterator[Row]:
     return (row for path in paths for row in iter_lines(path))
-
-
-async def _imitate(
-    context: StageContext,
-    stage: SFT.Config,
-    trainer: Trainer,
-    demonstrations: IndexedRows[Demonstration],
-    validator: Validator | None,
-    *,
-    steps: int,
-) -> float:
-    """Take every step after the last checkpoint, and return the last loss. Raises as `take_updates`."""
-    loss, has_warned = 0.0, False
-
-    async def take(step: int) -> tuple[UpdateReport, dict[str, float]]:
-        nonlocal loss, has_warned
-        started = time.perf_counter()
-        rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
-        batch = pack_demonstrations(rows)
-        update = trainer.update(batch, sft_token_loss, sft_token_statistics)
-        report = await keep_skipped(context, batch, update, step=step)
-        elapsed = time.perf_counter() - started
-        if report.is_skipped:
-            return report, {}
-        loss = report.loss
-        if report.grad_norm == 0 and not has_warned:
-            has_warned = True
-            context.warn(f"step {step}: the gradient is zero, so nothing is learnt. A learning rate may be far too high.")
-        return report, {
-            "sft/loss": report.loss,
-            "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
-            "policy/entropy_nats": report.statistics["entropy_nats"],
-        }
-
-    async def validate(step: int) -> dict[str, float]:
-        return {} if validator is None else await validator.validate(trainer, step, stage, last=steps)
-
-    await take_updates(context, stage, trainer, steps, take, validate)
-    return loss
 
 
 class Distillation(SFT):
@@ -285,3 +264,96 @@ def _teachers_of(source: str, stages: Mapping[str, Stage]) -> Iterator[str]:
     elif stage.makes is Product.SAME:
         for each in stage.inputs():
             yield from _teachers_of(each.stage, stages)
+
+
+def _attempts_in(stage: SFT.Config, rows: Iterable[Row]) -> Iterator[tuple[Task, Trajectory]]:
+    """Yield rows of conversations as what can be judged, each at its task with the answer that `truths`, if any, has for it.
+
+    Raises `TaskError` for a row without a task, or without an answer in `truths`.
+    """
+    truths, answers = stage.truths, dict[str, str]()
+    if truths is not None:
+        bare = load_prompt(stage.prompt).bare
+        answers = {bare(truth.question).strip(): truth.answer for truth in iterate_rows(truths, split="train")}
+    for row in rows:
+        if "task" not in row:
+            raise TaskError(
+                f"only_right is true, but conversation {row.get('id')!r} has no true answer to judge it by. Leave only_right"
+                " out, or name stages of demonstrations or rejection_sampling in data."
+            )
+        task = TASK.validate_python(row["task"])
+        if truths is not None:
+            question = bare(task.question).strip()
+            if question not in answers:
+                raise TaskError(
+                    f"truths: {truths.source('train')} has no row with the question of task {task.id!r} of {task.source},"
+                    f" {shortened(repr(question))}. Add the row, or remove the task."
+                )
+            task = replace(task, answer=answers[question])
+        yield task, TRAJECTORY.validate_python(row["trajectory"])
+
+
+async def judge_demonstrations(context: StageContext, stage: SFT.Config, rows: Iterable[Row]) -> str:
+    """Judge `rows` of conversations by the stage's reward, unless an earlier try did, and return the verdicts in words.
+
+    An attempt that cannot be judged because the machine fails is void: it is not kept, and a warning says so.
+
+    Raises:
+        TaskError: no attempt is right, or a task has no answer to judge by.
+        MachineError: all are void.
+    """
+    path = context.directory.verdicts
+    if not path.exists():
+        await _write_verdicts(context, stage, _attempts_in(stage, rows), path)
+    dropped = Counter(str(row["reason"]).partition(":")[0] for row in iter_lines(path))
+    num, first = dropped.total(), next(iter_lines(path), {})
+    num_kept = dropped.pop("", 0)
+    context.event("demonstrations_judged", num_kept=num_kept, num_dropped=num - num_kept, dropped=dict(dropped))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
+    if num and not num_kept:
+        raise TaskError(
+            f"stages.{context.name}: none of {num} demonstrations is right ({reasons}). The first is of task {first['id']!r},"
+            f" whose true answer is {first['answer']!r}. All verdicts are in {path}. Check that the reward reads answers in the"
+            f" form of the demonstrations, or leave only_right out; then rerun the stage with --from {context.name}."
+        )
+    return f"{num_kept} of {num} demonstrations, those that are right (dropped: {reasons})"
+
+
+async def _write_verdicts(
+    context: StageContext, stage: SFT.Config, attempts: Iterable[tuple[Task, Trajectory]], path: Path
+) -> None:
+    reward = make_reward(stage.reward, context.runner)
+    judge, verdict = Judge(reward=reward, weights=stage.reward.weights), verdict_of(stage.reward)
+    num, void = 0, list[str]()
+    try:
+        with writing_rows(path) as add:
+            waiting = iter(attempts)
+            while several := list(islice(waiting, _JUDGED_AT_ONCE)):
+                if stage.reward.compares_answers and (without := [task.id for task, _ in several if not task.answer.strip()]):
+                    raise TaskError(f"stages.{context.name}: only_right is true, but task {without[0]!r} has no true answer.")
+                for row in await all_of([_judged(judge, verdict, task, each) for task, each in several]):
+                    add(row)
+                    num += 1
+                    void += [row["reason"]] if row["reason"].startswith("void") else []
+            if void and len(void) == num:
+                raise MachineError(f"stages.{context.name}: no demonstration of {num} could be judged; the first is {void[0]}")
+    finally:
+        await reward.close()
+    if void:
+        context.warn(f"{len(void)} of {num} demonstrations could not be judged and are dropped; the first is {void[0]}")
+
+
+async def _judged(judge: Judge, verdict: Verdict, task: Task, attempt: Trajectory) -> Row:
+    parts: dict[str, float] = {}
+    try:
+        scored = await judge.score(task, attempt)
+        group = judge_group(judge.reward, Group(task=task, task_index=attempt.key.task_index, trajectories=(scored,)))
+        if group.trajectories:
+            reason, parts = why_not_right(verdict(group.trajectories[0])), dict(group.trajectories[0].reward_parts)
+        else:
+            why = scored.reward_parts.why if isinstance(scored.reward_parts, Excluded) else "no judge could judge it"
+            reason = f"void: {why}"
+    except MachineError as error:
+        reason = f"void: {error}"
+    row = {"id": task.id, "source": task.source, "answer": task.answer}
+    return {**row, "is_kept": not reason, "reason": reason, "reward_parts": parts}

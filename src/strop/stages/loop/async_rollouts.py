@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -29,14 +29,17 @@ from strop.errors import ConfigError, RunError
 from strop.evaluation.metrics import num_sampled_tokens
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import Done
+from strop.rewards import judge_group
+from strop.rollout.environment import end
 from strop.run_directory import read_lines
-from strop.stages.context import StageContext
 from strop.stages.loop.ledger import ledger_of, read_rollouts
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task, Turn
 
 StageT = TypeVar("StageT", bound=RolloutKeys)
+Play: TypeAlias = Callable[[int, StageT, str], Awaitable[PlayedStep]]
+"""(step, the stage as its schedule has it, checksum of the policy) -> the rollouts."""
 DROPPED = "rollout/dropped_too_old"
 
 
@@ -109,18 +112,11 @@ class AsyncRollouts(Generic[StageT]):
 
     Args:
         stage: as the recipe has it.
-        play: (step, the stage as its schedule has it, checksum of the policy) -> the rollouts.
     """
 
-    def __init__(
-        self,
-        context: StageContext,
-        stage: StageT,
-        config: AsyncRolloutsConfig,
-        rollouts: StepRollouts,
-        play: Callable[[int, StageT, str], Awaitable[PlayedStep]],
-    ) -> None:
-        self._context, self._stage, self._config, self._rollouts, self._play = context, stage, config, rollouts, play
+    def __init__(self, stage: StageT, config: AsyncRolloutsConfig, rollouts: StepRollouts, play: Play[StageT]) -> None:
+        self._stage, self._config, self._rollouts, self._play = stage, config, rollouts, play
+        self._context = rollouts.player.context
         self._begun: dict[int, asyncio.Future[PlayedStep]] = {}  # steps that are in flight or wait
         self._last = 0  # step that was begun
         self._version = -1  # of the weights that this try began with
@@ -152,9 +148,7 @@ class AsyncRollouts(Generic[StageT]):
 
     async def close(self) -> None:
         """Cancel what was begun. Finished rollouts are on disk."""
-        for each in self._begun.values():
-            each.cancel()
-        await asyncio.gather(*self._begun.values(), return_exceptions=True)
+        await end([*self._begun.values()])
 
     async def _find_or_play(self, step: int, weights: str, before: asyncio.Future[PlayedStep] | None) -> PlayedStep:
         """The rollouts of `step`, unless an earlier try has played them; if none is in flight, when those `before` are."""
@@ -204,13 +198,9 @@ class AsyncRollouts(Generic[StageT]):
             replace(group, trajectories=tuple(_as_sampled_from(each, upto=self._version) for each in group.trajectories))
             for group in groups
         ]
-        judged = [self._rollouts.player.judge(group) for group in known]
-        return PlayedStep(
-            groups=judged,
-            figures={**closed["figures"], DROPPED: 0.0},
-            time_s=closed["time_s"],
-            num_tokens=num_sampled_tokens(judged),
-        )
+        judged = [judge_group(self._rollouts.player.reward, group) for group in known]
+        figures, num_tokens = {**closed["figures"], DROPPED: 0.0}, num_sampled_tokens(judged)
+        return PlayedStep(groups=judged, figures=figures, time_s=closed["time_s"], num_tokens=num_tokens)
 
 
 def _versions(scored: ScoredTrajectory) -> list[int]:

@@ -1,4 +1,4 @@
-"""Finds, checks, writes and prunes the checkpoints of a stage. A checkpoint exists whole or not at all."""
+"""The checkpoints of a stage, its best policy and its product. A directory of weights exists whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from strop.config import Config
 from strop.errors import RunError
 from strop.recipe.stage import Stage, Trained
 from strop.run_directory import StageDirectory, file_digests, read_json, restore_directories, write_directory, write_json
 from strop.stages.context import StageContext
 from strop.training.config import TrainerConfig
+from strop.training.reward_model import RewardTrainer
+from strop.training.trainer import Trainer
 from strop.training.weights import Checkpointed, WriteCheckpoint
 
 _NAME = re.compile(r"^step-(\d+)$")
@@ -37,15 +40,7 @@ class CheckpointedKeys(Stage.Config):
     keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
 
     def as_trained(
-        self,
-        tokens: int = 0,
-        *,
-        rows: int,
-        longest: int,
-        num_critics: int = 0,
-        num_references: int = 0,
-        num_scored: int = 0,
-        in_one_process: bool = False,
+        self, tokens: int = 0, *, rows: int, longest: int, num_critics: int = 0, num_references: int = 0, num_scored: int = 0
     ) -> Trained:
         """What is trained: the policy, critics as large as it, references that are held, and passes that only score.
 
@@ -64,14 +59,23 @@ class CheckpointedKeys(Stage.Config):
             tokens_of_update=rows * longest,
             longest=longest,
             checkpoints=self.keep_checkpoints,
-            in_one_process=in_one_process,
         )
+
+
+class HeldOutConfig(Config):
+    """When the policy is measured, and which policy the stage passes on. The most accurate policy so far is kept."""
+
+    every_steps: int = Field(ge=1, description="Steps between two measurements. The last step is always measured.")
+    product: Literal["last", "best"] = Field(default="last", description="The policy that the stage passes on.")
+
+    def is_due(self, step: int, *, last: int) -> bool:
+        return step % self.every_steps == 0 or step == last
 
 
 def latest_step(directory: StageDirectory) -> int:
     """The step of the last checkpoint; 0 without one. Half-written checkpoints are removed."""
     _remove_half_written(directory)
-    return max(_steps(directory), default=0) if directory.checkpoints.is_dir() else 0
+    return max(_steps(directory), default=0)
 
 
 async def resume(context: StageContext, trainer: Checkpointed) -> int:
@@ -110,15 +114,8 @@ def _remove_half_written(directory: StageDirectory) -> list[str]:
     return [match.group(1) for each in left if (match := _HALF.match(each.name))]
 
 
-def prune_finished(context: StageContext, stage: CheckpointedKeys) -> None:
-    """Remove all but the last checkpoint of a finished stage, or all but `keep_checkpoints` if the recipe sets it."""
-    keep = stage.keep_checkpoints if "keep_checkpoints" in stage.model_fields_set else 1
-    if context.directory.checkpoints.is_dir():
-        _prune(context.directory, keep)
-
-
 def _prune(directory: StageDirectory, keep: int) -> None:
-    for old in sorted(_steps(directory))[:-keep]:
+    for old in _steps(directory)[:-keep]:
         shutil.rmtree(directory.checkpoint(old))
 
 
@@ -130,12 +127,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        context: StageContext,
-        trainer: Checkpointed,
-        stage: CheckpointedKeys,
-        *,
-        settle: Callable[[int], None] = lambda step: None,
+        self, context: StageContext, trainer: Checkpointed, stage: CheckpointedKeys, settle: Callable[[int], None] | None = None
     ) -> None:
         """`settle` is called with the step of the oldest checkpoint that is kept, in a thread that nothing waits for."""
         self.context = context
@@ -201,8 +193,8 @@ class CheckpointWriter:
         time_s = time.perf_counter() - started
         self.context.event("checkpoint_finished", step=step, time_s=time_s, waited_s=copied_s)
         await asyncio.to_thread(_prune, directory, self._keep)
-        if self.settling is None or not self.settling.is_alive():
-            self.settling = threading.Thread(target=self._settle, args=(min(_steps(directory)),), daemon=True)
+        if self._settle is not None and (self.settling is None or not self.settling.is_alive()):
+            self.settling = threading.Thread(target=self._settle, args=(_steps(directory)[0],), daemon=True)
             self.settling.start()
 
 
@@ -225,5 +217,57 @@ def _checksums(directory: Path) -> dict[str, str]:
 
 
 def _steps(directory: StageDirectory) -> list[int]:
-    matches = (_NAME.match(entry.name) for entry in directory.checkpoints.iterdir())
-    return [int(match.group(1)) for match in matches if match]
+    """The steps that have a checkpoint, in order."""
+    matches = (_NAME.match(entry.name) for entry in directory.checkpoints.glob("step-*"))
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+RECORD = "validation.json"
+"""In the directory of the best policy: its step and its metrics."""
+
+
+async def keep_if_best(context: StageContext, trainer: Trainer, step: int, found: Mapping[str, Any]) -> None:
+    """Replace the best policy and its record, together, if the policy after `step` is better.
+
+    A higher `accuracy` is better; with equal accuracy a lower `loss`, if it is measured.
+    """
+
+    def rank(figures: Mapping[str, Any]) -> tuple[float, float]:
+        return float(figures["accuracy"]), -float(figures.get("loss", 0.0))
+
+    best = context.directory.best
+    if not (best / RECORD).exists() or rank(found) > rank(read_json(best / RECORD)):
+        await _write_saved(best, trainer.save_model, record={"step": step, **found})
+        context.event("best_so_far", step=step, accuracy=found["accuracy"])
+
+
+async def write_product(
+    context: StageContext, trainer: Trainer | RewardTrainer, stage: CheckpointedKeys, *, returns_best: bool = False
+) -> Path:
+    """Write the last weights and their adapter, and prune checkpoints. Returns the directory of the stage's product.
+
+    The product is the best policy if `validation` or `returns_best` says so and there is one, else the last. The last
+    checkpoint stays, or the last `keep_checkpoints` if the recipe sets it.
+    """
+    directory, validation = context.directory, getattr(stage, "validation", None)
+    await _write_saved(directory.model, trainer.save_model)
+    if stage.trainer.lora is not None and isinstance(trainer, Trainer):
+        await _write_saved(directory.adapter, trainer.save_adapter)
+    keep = stage.keep_checkpoints if "keep_checkpoints" in stage.model_fields_set else 1
+    await asyncio.to_thread(_prune, directory, keep)
+    returns_best = returns_best or (validation is not None and validation.product == "best")
+    return directory.best if returns_best and directory.best.exists() else directory.model
+
+
+async def _write_saved(
+    path: Path, save: Callable[[Path], Coroutine[Any, Any, None]], *, record: Mapping[str, Any] | None = None
+) -> None:
+    """Write a directory, whole or not at all, with what `save` writes and with `record` as validation.json."""
+    loop = asyncio.get_running_loop()
+
+    def fill(directory: Path) -> None:
+        asyncio.run_coroutine_threadsafe(save(directory), loop).result()
+        if record is not None:
+            write_json(directory / RECORD, record)
+
+    await asyncio.to_thread(write_directory, path, fill)

@@ -23,7 +23,7 @@ from strop.rewards import Reward, SumReward
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.scorers import EmbeddedScorerConfig, ScorerPart, VllmScorerConfig
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.environment import RolloutLimits, ToolEnvironments, Tools
+from strop.rollout.environment import ToolEnvironments, Tools
 from strop.rollout.prompt import load_prompt
 from strop.rollout.scheduler.engine_pool import EngineObserver, EnginePool, engine_name
 from strop.stages.context import StageContext, open_tasks
@@ -88,17 +88,29 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
         ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit. Or
             memory is over-subscribed where that has no effect.
     """
-    for name, stage in recipe.stages.items():
-        if stage.plays:
-            _refuse_idle_oversubscription(recipe.for_stage(name))
-    for name, stage in recipe.stages.items():
-        config = stage.config
-        if not isinstance(config, PlayedKeys) or not stage.plays or not config.has_own_tasks:
-            continue
-        if recipe.origin_of(name) == origin:
+    playing = {name: stage.config for name, stage in recipe.stages.items() if stage.plays}
+    for name in playing:
+        engine, scheduler = recipe.for_stage(name).engine, recipe.scheduler
+        if scheduler.policy != "scheduler" or scheduler.oversubscription == 1:
+            break
+        refused = f"scheduler.oversubscription = {scheduler.oversubscription:g} has no effect: "
+        if isinstance(engine, EngineConfig):
+            raise ConfigError(
+                f"{refused}a conversation takes a whole slot of the embedded engine, however short it is. Leave it at 1 and"
+                f" raise engine.slots ({engine.slots}), or use a server engine, whose memory is paged."
+            )
+        if isinstance(engine, VllmConfig) and engine.kv_mib is None and not engine.addresses:
+            raise ConfigError(
+                f"{refused}engine.kv_mib is unset, so each server has memory for engine.slots = {engine.slots} conversations of"
+                f" engine.max_length = {engine.max_length} tokens. Leave it at 1, or set engine.kv_mib to less than that."
+            )
+    for name, config in playing.items():
+        if isinstance(config, PlayedKeys) and config.has_own_tasks and recipe.origin_of(name) == origin:
+            held = recipe.for_stage(name).engine.max_length
             for each in config.with_each_tasks():
-                held = recipe.for_stage(name).engine.max_length
-                check_longest(recipe, name, each, chat, tools, held=held, limit=f"engine.max_length = {held}")
+                seed = each.task_seed(recipe.seed, name)
+                source = open_tasks(recipe, name, each.tasks, seed=seed, split=each.played_split)
+                check_longest(name, each, source, chat, tools, held=held, limit=f"engine.max_length = {held}")
 
 
 def prompt_lengths(stage: PosedKeys, tasks: Sequence[Task], chat: ChatFormat, tools: Sequence[Tool]) -> list[int]:
@@ -108,44 +120,16 @@ def prompt_lengths(stage: PosedKeys, tasks: Sequence[Task], chat: ChatFormat, to
     return [len(kind.prompt_ids(shared, task)) for task in tasks]
 
 
-def _refuse_idle_oversubscription(recipe: Recipe) -> None:
-    """Refuse over-subscription that has no effect, before anything is trained."""
-    engine, scheduler = recipe.engine, recipe.scheduler
-    if scheduler.policy != "scheduler" or scheduler.oversubscription == 1:
-        return
-    refused = f"scheduler.oversubscription = {scheduler.oversubscription:g} has no effect: "
-    if isinstance(engine, EngineConfig):
-        raise ConfigError(
-            f"{refused}a conversation takes a whole slot of the embedded engine, however short it is. Leave it at 1 and raise"
-            f" engine.slots ({engine.slots}), or use a server engine, whose memory is paged."
-        )
-    if isinstance(engine, VllmConfig) and engine.kv_mib is None and not engine.addresses:
-        raise ConfigError(
-            f"{refused}engine.kv_mib is unset, so each server has memory for engine.slots = {engine.slots} conversations of"
-            f" engine.max_length = {engine.max_length} tokens. Leave it at 1, or set engine.kv_mib to less than that."
-        )
-
-
 def check_longest(
-    recipe: Recipe,
-    name: str,
-    stage: PlayedKeys,
-    chat: ChatFormat,
-    tools: Sequence[Tool],
-    *,
-    held: int,
-    limit: str,
-    source: TaskSource | None = None,
+    name: str, stage: PlayedKeys, source: TaskSource, chat: ChatFormat, tools: Sequence[Tool], *, held: int, limit: str
 ) -> None:
     """Raises `ConfigError` if the longest prompt of a stage's first tasks and a response have more than `held` tokens.
 
     Args:
+        source: the tasks that it plays.
         limit: what `held` is, in words.
-        source: the tasks that it plays. Default: those of `stage.tasks`.
     """
-    seed, num = stage.task_seed(recipe.seed, name), stage.num_first_tasks
-    source = source or open_tasks(recipe, name, stage.tasks, seed=seed, split=stage.played_split)
-    num = num if source.num_tasks is None else min(num, source.num_tasks)
+    num = stage.num_first_tasks if source.num_tasks is None else min(stage.num_first_tasks, source.num_tasks)
     tasks = [source.task(index) for index in range(num)]
     lengths = prompt_lengths(stage, tasks, chat, tools)
     length, task = max(lengths), tasks[lengths.index(max(lengths))].id
@@ -162,48 +146,50 @@ def check_longest(
 _MOST_COUNTED_MIB = 16  # of a file whose rows are counted: some 50 000 problems, in about a second
 
 
-def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-    """What this machine lacks for a stage: engines if it plays, the device of its trainer, reward models that judge it."""
-    config = stage.config
-    if isinstance(config, PlayedKeys) and stage.opens_engines:
-        yield from _check_length(name, config, recipe)
-        if config.sampling.repetition_penalty != 1 and isinstance(recipe.engine, SglangConfig):
-            yield ConfigError(
-                f"stages.{name}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which releases of SGLang"
-                " are reported to ignore. Leave it out, or use another engine."
-            )
-        yield from check_engine(recipe, machine)
-        yield from _check_tool_names(name, config.limits, recipe)
-    if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
-        if trainer.workers and not machine.is_elsewhere:
-            yield from _caught(check_installed, f"stages.{name}.trainer.workers")
-        yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
-        if isinstance(config, PlayedKeys) and stage.opens_engines and not machine.is_elsewhere:
-            yield from _check_same_device(name, trainer, recipe.engine)
-        yield from _check_heads(name, trainer.sequence_parallel, recipe)
-    if isinstance(config, PlayedKeys) and stage.is_judged:
-        yield from _check_reward(f"stages.{name}", config.reward, recipe, machine)
+class MachineStage(Stage):
+    """Base of stages that need engines, the device of a trainer, or reward models that judge them."""
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        key, config = f"stages.{name}", self.config
+        plays = isinstance(config, PlayedKeys) and self.opens_engines
+        if isinstance(config, PlayedKeys) and plays:
+            yield from _check_played(key, config, recipe, machine)
+        if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
+            if trainer.workers and not machine.is_elsewhere:
+                yield from _caught(check_installed, f"{key}.trainer.workers")
+            yield from _check_device(trainer.device, f"{key}.trainer", machine, workers=trainer.workers)
+            if plays and not machine.is_elsewhere:
+                yield from _check_same_device(name, trainer, recipe.engine)
+            starts = [name, getattr(config, "critic_init", None)] if trainer.sequence_parallel > 1 else []
+            for num_heads in {recipe.stages[recipe.origin_of(each)].size().num_kv_heads for each in starts if each}:
+                if num_heads % trainer.sequence_parallel:
+                    yield ConfigError(
+                        f"{key}.trainer.sequence_parallel is {trainer.sequence_parallel}, which does not divide the"
+                        f" {num_heads} heads of keys and values of the model. Choose a divisor."
+                    )
+        if isinstance(config, PlayedKeys) and self.is_judged:
+            yield from _check_reward(key, config.reward, recipe, machine)
 
 
-def _check_tool_names(name: str, limits: RolloutLimits, recipe: Recipe) -> Iterator[ConfigError]:
-    """A limit is of no tool. Where a tool has no name before it is opened, as those of an MCP server, its rollouts say so."""
-    names = [tool.known_name(key) for key, tool in recipe.tools.items()]
+def _check_played(key: str, config: PlayedKeys, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+    """The engine cannot hold or sample what the stage plays, or is not on this machine, or a limit is of no tool."""
+    if config.longest_response >= recipe.engine.max_length:
+        yield ConfigError(
+            f"{key}.sampling.max_tokens is {config.longest_response}, but the engine holds conversations of engine.max_length ="
+            f" {recipe.engine.max_length} tokens, prompt included. Raise engine.max_length, or lower max_tokens."
+        )
+    if config.sampling.repetition_penalty != 1 and isinstance(recipe.engine, SglangConfig):
+        yield ConfigError(
+            f"{key}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which releases of SGLang are"
+            " reported to ignore. Leave it out, or use another engine."
+        )
+    yield from check_engine(recipe, machine)
+    # Where a tool has no name before it is opened, as those of an MCP server, its rollouts say so.
+    names = [tool.known_name(each) for each, tool in recipe.tools.items()]
     known = [each for each in names if each is not None]
-    for unknown in [each for each in limits.max_calls_per_tool if None not in names and each not in known]:
+    for unknown in [each for each in config.limits.max_calls_per_tool if None not in names and each not in known]:
         remedy = f"{did_you_mean(unknown, known)} Tools: {', '.join(known) or 'none'}."
-        yield ConfigError(f"stages.{name}.limits.max_calls_per_tool: there is no tool {unknown!r}.{remedy}")
-
-
-def _check_heads(name: str, num_ranks: int, recipe: Recipe) -> Iterator[ConfigError]:
-    """A model of the stage has heads that `trainer.sequence_parallel` ranks cannot divide among them."""
-    if num_ranks > 1:
-        starts = filter(None, (name, getattr(recipe.stages[name].config, "critic_init", None)))
-        for num_heads in {recipe.stages[recipe.origin_of(each)].size().num_kv_heads for each in starts}:
-            if num_heads % num_ranks:
-                yield ConfigError(
-                    f"stages.{name}.trainer.sequence_parallel is {num_ranks}, which does not divide the {num_heads} heads of"
-                    " keys and values of the model. Choose a divisor."
-                )
+        yield ConfigError(f"{key}.limits.max_calls_per_tool: there is no tool {unknown!r}.{remedy}")
 
 
 def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
@@ -223,16 +209,6 @@ def _caught(check: Callable[..., object], *arguments: Any) -> Iterator[UserError
         yield error
 
 
-def _check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
-    """The longest response alone fills a conversation of the engine."""
-    if config.longest_response >= recipe.engine.max_length:
-        yield ConfigError(
-            f"stages.{name}.sampling.max_tokens is {config.longest_response}, but the engine holds conversations of"
-            f" engine.max_length = {recipe.engine.max_length} tokens, prompt included. Raise engine.max_length, or lower"
-            " max_tokens."
-        )
-
-
 def scorer_parts_of(reward: Reward) -> dict[str, ScorerPart.Config]:
     """The parts of a reward that ask a reward model."""
     if not isinstance(reward, SumReward):
@@ -246,7 +222,14 @@ def _check_reward(stage: str, reward: Reward, recipe: Recipe, machine: Machine) 
         key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
         if isinstance(scorer, EmbeddedScorerConfig):
             yield from _check_device(scorer.device, key, machine)
-            yield from _check_judged(stage, name, part, recipe.stages.get(scorer.stage or ""))
+            trained = recipe.stages.get(scorer.stage or "")
+            for each in ("judged_on", *(["think_tag"] if part.judged_on == "summary" else [])):
+                mine, theirs = getattr(part, each), getattr(trained and trained.config, each, None)
+                if theirs is not None and mine != theirs:
+                    yield ConfigError(
+                        f'{stage}.reward.parts.{name}.{each} is "{mine}", but that of the stage that trains its model is'
+                        f' "{theirs}". Set both to the same value.'
+                    )
         if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
             continue
         path = Path(scorer.path)
@@ -269,16 +252,6 @@ def scorer_warnings(recipe: Recipe, names: Sequence[str]) -> Iterator[str]:
                     " and so the rounding of their scores, depends on the clock, so a resumed run may end with other bits"
                     " although engine.deterministic is true. Set max_batch = 1, or engine.deterministic = false."
                 )
-
-
-def _check_judged(stage: str, name: str, part: ScorerPart.Config, trained: Stage | None) -> Iterator[ConfigError]:
-    for key in ("judged_on", *(["think_tag"] if part.judged_on == "summary" else [])):
-        mine, theirs = getattr(part, key), getattr(trained and trained.config, key, None)
-        if theirs is not None and mine != theirs:
-            yield ConfigError(
-                f'{stage}.reward.parts.{name}.{key} is "{mine}", but that of the stage that trains its model is "{theirs}". Set'
-                " both to the same value."
-            )
 
 
 def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[str, Path]:
@@ -307,14 +280,6 @@ def tasks_there(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | Non
     if not config.tasks.files or not is_counted:
         return None
     return open_tasks(recipe, name, config.tasks, seed=recipe.seed, split=config.played_split).num_tasks
-
-
-def played_in_words(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | None) -> tuple[str, int]:
-    """How many tasks a stage plays, and before it whether there may be fewer; 0 where nothing says how many there are."""
-    there = tasks_there(name, config, recipe, wanted)
-    if there is None:
-        return "up to ", wanted or 0
-    return "", min(there, wanted or there)
 
 
 def passes_in_words(name: str, config: PlayedKeys, recipe: Recipe, num_tasks: int) -> str:

@@ -127,7 +127,7 @@ class StepLedger:
         self._recorded = _wall_clock_results(path)
         self._lines = LineWriter(path)
         self._rollouts = LineWriter(rollouts)
-        self._weights, self._is_mixed = weights, reuse is not None
+        self._weights, self.is_mixed = weights, reuse is not None  # whether several weights sample the step's rollouts
         self._published = published
         self._displaced: list[Spent] = []
         self.num_replaced = 0  # rollouts whose tokens another one has
@@ -169,23 +169,13 @@ class StepLedger:
 
         Those that no judge could judge are among them: whoever reads them judges the group anew.
         """
-        members = [
-            {
-                "task_index": group.task_index,
-                "num_void": group.num_void - len(group.excluded),
-                "keys": [asdict(key) for key in sorted(trajectory.key for trajectory in group.tree)],
-            }
-            for group in groups
-        ]
-        self._lines.append(
-            {
-                "event": "closed",
-                "weights": None if self._is_mixed else self._weights,
-                "groups": members,
-                "figures": dict(figures),
-                "time_s": time_s,
-            }
-        )
+        members = []
+        for group in groups:
+            keys = [asdict(key) for key in sorted(trajectory.key for trajectory in group.tree)]
+            members.append({"task_index": group.task_index, "num_void": group.num_void - len(group.excluded), "keys": keys})
+        weights = None if self.is_mixed else self._weights
+        facts = {"weights": weights, "groups": members, "figures": dict(figures), "time_s": time_s}
+        self._lines.append({"event": "closed", **facts})
 
     def __call__(self, task: Task, *, seed: int) -> ToolObserver:
         return _RolloutTools(self._lines, self._recorded, seed)

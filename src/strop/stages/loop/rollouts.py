@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -35,7 +34,6 @@ from strop.stages.loop.engines import check_longest, open_engine_pool
 from strop.stages.loop.ledger import Rollouts, StepLedger, write_timeline
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.tasks.protocol import TaskSource
-from strop.tools.protocol import Tool
 from strop.training.trainer import Trainer
 from strop.types import Group, RolloutKey, Task
 
@@ -49,7 +47,7 @@ class GroupPlayer:
         self.context, self.pool, self.chat = context, pool, chat
         self._vocab_size: int = config_of(model).vocab_size  # a tokenizer may have fewer ids
         self._prompt = load_prompt(stage.prompt)
-        self._reward = make_reward(stage.reward, context.runner)
+        self.reward = make_reward(stage.reward, context.runner)
         self.verdict = verdict_of(stage.reward)
         self._lasting = AsyncExitStack()  # closes the last publication, if it lasts
         self._published: dict[int, str] = {}  # checksums by version
@@ -58,11 +56,7 @@ class GroupPlayer:
         """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
         context, held = self.context, self.pool.max_request_tokens
         limit = f"{held}, which is what the KV memory of the largest engine holds"
-        check_longest(context.recipe, context.name, stage, self.chat, context.tools, held=held, limit=limit, source=tasks)
-
-    def judge(self, group: Group) -> Group:
-        """Compare the rollouts of a group, each of which is scored."""
-        return judge_group(self._reward, group)
+        check_longest(context.name, stage, tasks, self.chat, context.tools, held=held, limit=limit)
 
     def ledger(self, path: Path, weights: str, *, reuse: Callable[[Rollouts], Rollouts] | None = None) -> closing[StepLedger]:
         """The ledger of rollouts in the file `path`; see `StepLedger`."""
@@ -70,15 +64,7 @@ class GroupPlayer:
         return closing(StepLedger(path, weights=weights, published=self._published, reuse=reuse))
 
     async def play(
-        self,
-        stage: PlayedKeys,
-        tasks: Sequence[tuple[int, Task]],
-        ledger: StepLedger,
-        *,
-        num_rollouts: int,
-        seed: int,
-        tools: Sequence[Tool] | None = None,
-        shares_engines: bool = False,
+        self, stage: PlayedKeys, tasks: Sequence[tuple[int, Task]], ledger: StepLedger, *, num_rollouts: int, seed: int
     ) -> AsyncIterator[Group]:
         """Yield the judged group of each task, in the order in which they end.
 
@@ -86,24 +72,21 @@ class GroupPlayer:
 
         Args:
             stage: as its schedule has it now.
-            tools: instead of the recipe's.
-            shares_engines: with tasks of other calls that do.
         """
-        tools = self.context.tools if tools is None else tools
-        environments = ToolEnvironments(self.chat, self._prompt, tools, stage.limits, ledger, stage.environment)
+        environments = ToolEnvironments(self.chat, self._prompt, self.context.tools, stage.limits, ledger, stage.environment)
         player = Player(
             engine=self.pool,
             environments=environments,
-            judge=Judge(reward=self._reward, weights=stage.reward.weights),
+            judge=Judge(reward=self.reward, weights=stage.reward.weights),
             sampling=stage.sampling,
             stop_ids=self.chat.stop_ids,
             stop_strings=environments.stop_strings,
             branching=self.branching(stage),
-            shares_engines=shares_engines,
+            shares_engines=ledger.is_mixed,
         )
         finished = ledger.finished_before
         async for group in collect(tasks, player, num_rollouts=num_rollouts, seed=seed, observer=ledger, finished=finished):
-            yield judge_group(self._reward, group)
+            yield judge_group(self.reward, group)
 
     def branching(self, stage: PlayedKeys) -> Branching | None:
         """Where the rollouts of `stage` fork; None where they do not."""
@@ -141,7 +124,7 @@ class GroupPlayer:
             await before.aclose()
 
     async def close(self) -> None:
-        await self._reward.close()
+        await self.reward.close()
         await self._lasting.aclose()
 
 
@@ -208,13 +191,7 @@ class StepRollouts:
         return next(source for tasks, source in self._sources if tasks == stage.tasks)
 
     async def play(
-        self,
-        step: int,
-        stage: RolloutKeys,
-        weights: str,
-        *,
-        refill_rounds: int = 0,
-        is_used: Callable[[Group], bool] = lambda group: True,
+        self, step: int, stage: RolloutKeys, weights: str, *, refill_rounds: int = 0, is_used: Callable[[Group], bool] = bool
     ) -> PlayedStep:
         """The step's rollouts, sampled from the policy with checksum `weights`.
 
@@ -229,21 +206,18 @@ class StepRollouts:
         """
         context, tasks, started = self._context, self.tasks_of(stage), time.perf_counter()
         first = (step - 1) * stage.tasks_per_step
-        refills = self._refills(step, refill_rounds)
+        # Tasks in place of others are behind the stage's own, in places of this step only.
+        num_refills = refill_rounds * self._stage.tasks_per_step
+        first_refill = self._stage.steps * self._stage.tasks_per_step + (step - 1) * num_refills
+        refills = iter(range(first_refill, first_refill + num_refills))
         indices = list(range(first, first + stage.tasks_per_step))
         groups: list[Group] = []
         reports: list[BatchReport] = []
         reuse = None if self.reuse is None else partial(self.reuse, step)
         with self.player.ledger(context.directory.rollouts(step), weights, reuse=reuse) as ledger:
             while indices:
-                playing = self.player.play(
-                    stage,
-                    [(index, tasks.task(index)) for index in indices],
-                    ledger,
-                    num_rollouts=stage.rollouts_per_task,
-                    seed=context.seed("rollouts", step),
-                    shares_engines=self.reuse is not None,
-                )
+                of_round, num = [(index, tasks.task(index)) for index in indices], stage.rollouts_per_task
+                playing = self.player.play(stage, of_round, ledger, num_rollouts=num, seed=context.seed("rollouts", step))
                 groups += [group async for group in playing]
                 reports.append(self.player.pool.last_batch)
                 num_missing = stage.tasks_per_step - sum(map(is_used, groups))
@@ -258,17 +232,12 @@ class StepRollouts:
                 figures |= ledger.displaced_figures
                 if stage.forks.replace_identical:
                     figures["branching/replaced"] = float(ledger.num_replaced)
-            played = PlayedStep(
-                groups=groups,
-                figures=figures,
-                time_s=time.perf_counter() - started,
-                num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),
-            )
+            num_tokens, time_s = num_sampled_tokens(groups, but=ledger.finished_before), time.perf_counter() - started
             if self._stage.staleness:  # so that a resumed run finds it
-                ledger.closed(groups, figures=played.figures, time_s=played.time_s)
+                ledger.closed(groups, figures=figures, time_s=time_s)
         write_timeline(context, step, reports[0])
         self._warn_of_unused_rewards(step, stage, groups)
-        return played
+        return PlayedStep(groups=groups, figures=figures, time_s=time_s, num_tokens=num_tokens)
 
     def _warn_of_unused_rewards(self, step: int, stage: RolloutKeys, groups: Sequence[Group]) -> None:
         """Warn once of each part of the reward that has no task in a step, unless other tasks are still to come."""
@@ -282,12 +251,6 @@ class StepRollouts:
                     f"step {step}: reward.parts.{name} is for none of its {len(groups)} tasks: {why} If no later step has such"
                     " tasks, correct `where`, or add the column to tasks.facts."
                 )
-
-    def _refills(self, step: int, rounds: int) -> Iterator[int]:
-        """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step only."""
-        num = rounds * self._stage.tasks_per_step
-        start = self._stage.steps * self._stage.tasks_per_step + (step - 1) * num
-        return iter(range(start, start + num))
 
     def branch_metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """What the trees of a step amount to, with a warning where entropy had no say in them; empty without branching."""
@@ -316,46 +279,32 @@ def write_selection(
     advantages: Sequence[Sequence[Tensor]],
     entropies: Mapping[RolloutKey, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """Write down why each rollout of the step was kept or dropped.
+    """Write down why each rollout of the step was kept or dropped, with its reward and its largest advantage by size.
 
     Args:
         entropies: the trainer's, of sampled tokens, for the rollouts that have any.
     """
-    groups = [
-        {
-            "task": asdict(selection.group.task),
-            "task_index": selection.group.task_index,
-            "num_void": selection.group.num_void,
-            "rollouts": _rollout_records(selection, of_kept, entropies),
-        }
-        for selection, of_kept in zip(selections, advantages, strict=True)
-    ]
+    groups = []
+    for selection, advantages_of_kept in zip(selections, advantages, strict=True):
+        of_kept, group = iter(advantages_of_kept), selection.group
+        rollouts = []
+        for scored, decision in zip(group.trajectories, selection.decisions, strict=True):
+            tokens = next(of_kept) if decision.is_kept else None
+            key = scored.trajectory.key
+            rollouts.append(
+                {
+                    "key": asdict(key),
+                    "is_kept": decision.is_kept,
+                    "reason": decision.reason,
+                    "figures": dict(decision.figures),
+                    "advantage": 0.0 if tokens is None or not tokens.numel() else tokens[tokens.abs().argmax()].item(),
+                    "reward": scored.reward,
+                    **({"entropies": entropies[key]} if key in entropies else {}),
+                }
+            )
+        facts = {"task": asdict(group.task), "task_index": group.task_index, "num_void": group.num_void}
+        groups.append({**facts, "rollouts": rollouts})
     write_json(context.directory.selection(step), {"step": step, "groups": groups})
-
-
-def _rollout_records(
-    selection: Selection, advantages: Sequence[Tensor], entropies: Mapping[RolloutKey, Sequence[float]]
-) -> list[dict[str, Any]]:
-    """Per rollout of the group: kept or not and why, its reward, and its largest advantage by size (0 when dropped)."""
-    of_kept = iter(advantages)
-    records = []
-    for scored, decision in zip(selection.group.trajectories, selection.decisions, strict=True):
-        advantage = 0.0
-        if decision.is_kept:
-            tokens = next(of_kept)
-            advantage = tokens[tokens.abs().argmax()].item() if tokens.numel() else 0.0
-        records.append(
-            {
-                "key": asdict(scored.trajectory.key),
-                "is_kept": decision.is_kept,
-                "reason": decision.reason,
-                "figures": dict(decision.figures),
-                "advantage": advantage,
-                "reward": scored.reward,
-                **({} if (of_tokens := entropies.get(scored.trajectory.key)) is None else {"entropies": of_tokens}),
-            }
-        )
-    return records
 
 
 def why_voids_bias(void_tokens: Sequence[int], groups: Sequence[Group]) -> str:

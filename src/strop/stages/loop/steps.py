@@ -1,28 +1,34 @@
-"""Takes the steps of a stage: metrics, checkpoints, the schedule, the time budget."""
+"""Takes the steps of a stage: metrics, checkpoints, validation on held-out tasks, the schedule, the time budget."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
 from strop.recipe.schedule import Done, Steps, why_over
+from strop.recipe.stage import PlayedKeys
 from strop.run_directory import read_json
-from strop.stages.context import StageContext, StageMetrics
+from strop.stages.context import StageContext, StageMetrics, open_tasks
+from strop.stages.evaluation import Eval, Voting, summarise
 from strop.stages.loop import checkpoints
-from strop.stages.loop.checkpoints import CheckpointedKeys, CheckpointWriter
+from strop.stages.loop.checkpoints import RECORD, CheckpointedKeys, CheckpointWriter, keep_if_best
 from strop.stages.loop.ledger import settle_rollouts, void_reasons
-from strop.stages.loop.rollouts import StepRollouts
-from strop.stages.loop.training_stage import RolloutKeys
-from strop.stages.loop.updates import StepUpdates, single_update_metrics
-from strop.stages.loop.validation import RECORD, Validator
+from strop.stages.loop.rollouts import GroupPlayer, StepRollouts
+from strop.stages.loop.training_stage import RolloutKeys, TrainingKeys, ValidationConfig
+from strop.stages.loop.updates import StepUpdates, update_metrics
+from strop.tasks.files import IndexedRows
 from strop.training.optimizer import UpdateReport
 from strop.training.trainer import Trainer
 from strop.training.weights import Checkpointed
+from strop.types import Task, derive_seed
 
 
 class Stopwatch:
@@ -84,6 +90,86 @@ class StageClock:
         return metrics
 
 
+_FIGURES = (
+    "accuracy",
+    "accuracy_low",
+    "accuracy_high",
+    "pass_at_k",
+    "maj_at_k",
+    "length_tokens_mean",
+    "truncated_fraction",
+    "tool_error_rate",
+)
+
+
+class Validator:
+    """Plays the held-out tasks of one stage, the same each time, on engines that hold the policy.
+
+    Raises:
+        ConfigError: no engine can hold a rollout of them.
+    """
+
+    def __init__(self, player: GroupPlayer, stage: TrainingKeys, config: ValidationConfig) -> None:
+        self._context, self._player, self._config = player.context, player, config
+        evaluation, recipe = self._as_evaluation(stage), player.context.recipe
+        # Other tasks than those of evaluations: on the tasks that chose it the best policy looks too good.
+        seed = derive_seed("validation", recipe.seed)
+        self._tasks: list[tuple[int, Task]] = []
+        sets: dict[str, range] = {}
+        for key, tasks in config.sources(stage.tasks).items():
+            source = open_tasks(recipe, self._context.name, tasks, seed=seed, split=config.split, key=key)
+            player.check(evaluation, source)
+            num = config.num_tasks if source.num_tasks is None else min(config.num_tasks, source.num_tasks)
+            first = len(self._tasks)
+            self._tasks += [(first + index, source.task(index)) for index in range(num)]
+            sets[f"{key.removeprefix('validation.tasks.')}/"] = range(first, first + num)
+        self._sets = {"": range(len(self._tasks))} | (sets if config.tasks else {})  # by what their metrics begin with
+
+    async def validate(
+        self, trainer: Trainer, step: int, stage: TrainingKeys, *, last: int, weights: str = ""
+    ) -> dict[str, float]:
+        """The metrics of the policy after `step`; {} if it is not due, or every rollout is void.
+
+        Args:
+            stage: as its schedule has it now.
+            last: the last step, which is always measured.
+            weights: checksum of the policy if the engines hold it; otherwise it is published first.
+        """
+        if not self._config.is_due(step, last=last):
+            return {}
+        started, metrics = time.perf_counter(), dict[str, float]()
+        context, evaluation, player = self._context, self._as_evaluation(stage), self._player
+        weights = weights or await player.publish(trainer, version=step)
+        seed = derive_seed("validation", context.recipe.seed, "rollouts")
+        with player.ledger(context.directory.validation(step), weights) as ledger:
+            playing = player.play(evaluation, self._tasks, ledger, num_rollouts=evaluation.k, seed=seed)
+            groups = sorted([group async for group in playing], key=lambda group: group.task_index)
+        if not any(group.trajectories for group in groups):
+            context.warn(f"step {step}: every rollout of the validation is void, so it has no result.")
+            return {}
+        votes = None  # where a task has one attempt, or answers cannot be compared
+        if self._config.k > 1:
+            async with Voting(stage.reward, context.runner) as voting:
+                votes = await voting.votes(groups)
+        for prefix, places in self._sets.items():
+            of_set = [at for at, group in enumerate(groups) if group.task_index in places]
+            if not any(groups[at].trajectories for at in of_set):
+                continue
+            votes_of_set = None if votes is None else [votes[at] for at in of_set]
+            found = summarise(evaluation, [groups[at] for at in of_set], seed=context.recipe.seed, votes=votes_of_set)
+            if "accuracy" in found and not prefix:
+                await keep_if_best(context, trainer, step, found)
+            metrics |= {f"validation/{prefix}{figure}": float(found[figure]) for figure in _FIGURES if figure in found}
+        return metrics | {"time/validation_s": time.perf_counter() - started}
+
+    def _as_evaluation(self, stage: TrainingKeys) -> Eval.Config:
+        config, keys = self._config, {name: getattr(stage, name) for name in PlayedKeys.model_fields}
+        keys["sampling"] = config.sampling_of(stage.sampling)
+        if config.max_turns is not None:
+            keys["limits"] = stage.limits.model_copy(update={"max_turns": config.max_turns})
+        return Eval.Config(init=stage.init, split=config.split, num_tasks=config.num_tasks, k=config.k, **keys)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The result of a step."""
@@ -108,24 +194,40 @@ class Taken:
         return f"; ended early: {self.why_over}" if self.why_over else ""
 
 
+ItemT = TypeVar("ItemT")
 StageT = TypeVar("StageT", bound=RolloutKeys)
 Step: TypeAlias = Callable[[int, StageT, str], Awaitable[StepResult]]
 """(number from 1, the stage as its schedule has it now, checksum of the policy to sample from) -> result."""
+Take: TypeAlias = Callable[[int], Awaitable[tuple[UpdateReport, Mapping[str, float]]]]
+"""(number from 1) -> the one update of the step, and its metrics."""
+Validate: TypeAlias = Callable[[int], Awaitable[Mapping[str, float]]] | None
+"""(number from 1) -> metrics of the policy after the step; None without any."""
+
+
+def batch_at(rows: IndexedRows[ItemT], step: int, *, batch_size: int, seed: int, with_rest: bool = False) -> list[ItemT]:
+    """Return the batch of a step, a pure function of its arguments: each epoch in another order.
+
+    The remainder of an epoch is left out, or with `with_rest` its last batch. Rows of all lengths are mixed: batches sorted by
+    length would weigh a token of a short batch more than one of a long batch.
+    """
+    batches_per_epoch = -(-len(rows) // batch_size) if with_rest else len(rows) // batch_size
+    epoch, position = divmod(step, batches_per_epoch)
+    order = shuffled(len(rows), derive_seed(seed, "epoch", epoch))
+    return [rows[index] for index in order[position * batch_size : (position + 1) * batch_size]]
+
+
+@lru_cache(maxsize=1)  # the current epoch: to shuffle 200 000 numbers at each step takes longer than a small step
+def shuffled(num: int, seed: int) -> array[int]:
+    """Return the numbers below `num` in the order that `seed` decides."""
+    order = array("Q", range(num))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 async def take_updates(
-    context: StageContext,
-    stage: CheckpointedKeys,
-    trainer: Checkpointed,
-    steps: int,
-    take: Callable[[int], Awaitable[tuple[UpdateReport, Mapping[str, float]]]],
-    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None,
+    context: StageContext, stage: CheckpointedKeys, trainer: Checkpointed, steps: int, take: Take, validate: Validate = None
 ) -> None:
     """Take the steps after the last checkpoint of a stage without rollouts.
-
-    Args:
-        take: (number from 1) -> the one update of the step, and its metrics.
-        validate: (number from 1) -> metrics of the policy after the step.
 
     Raises:
         CannotLearnError: too many updates in a row were skipped; the state before the last step is saved.
@@ -143,13 +245,14 @@ async def take_updates(
             except CannotLearnError:
                 await writer.save_if_missing(step - 1)
                 raise
-            figures = {**figures, **single_update_metrics(report), "time/step_s": time.perf_counter() - started}
+            of_update = update_metrics([report]).items()  # loss and statistics have names of the stage's own in `figures`
+            shared = {key: value for key, value in of_update if not key.startswith(("policy/", "update/loss"))}
+            figures = {**figures, **shared, "time/step_s": time.perf_counter() - started}
             clock.step_finished(is_validated=False)
             validation = {} if validate is None else await validate(step)
             metrics.append(step, {**figures, **validation, **clock.metrics})
             if writer.is_due(step) and step < steps:
                 await writer.save(step)
-        metrics.close()
 
 
 async def take_steps(
@@ -192,7 +295,7 @@ async def take_steps(
             over = _why_over_early(stage, [*log.steps, result.metrics])
             last = step if clock.is_spent or over else stage.steps
             gave_up = result.updates.gave_up
-            validation: Mapping[str, float] = {}
+            validation = dict[str, float]()
             if validator is not None and not gave_up:
                 validation = await validator.validate(trainer, step, now, weights=weights, last=last)
             clock.validated(validation)
@@ -201,22 +304,27 @@ async def take_steps(
             of_step = {**result.metrics, **validation, **clock.metrics, "update/stuck_steps": num_stuck}
             log.append(step, of_step, result.updates.rows())
             if clock.is_spent:
-                _report_budget(context, stage, clock, step)
-            over = _why_over_early(stage, log.steps)
-            if over:
+                left_s = clock.metrics["budget/left_s"]
+                context.event("budget_spent", step=step, budget_s=stage.budget_s, left_s=left_s)
+                if left_s < 0:
+                    past = f"step {step} ended {-left_s:.1f} s past budget_s = {stage.budget_s:g}"
+                    context.warn(f"{past}: it took longer than the one before.")
+            if over := _why_over_early(stage, log.steps):
                 ended = _taken(context, stage, log.steps)
                 context.event("ended_early", step=step, because=ended.why_over)
                 if ended.returns_best:
                     context.warn(f"ended after step {step}: {ended.why_over}")
             if step < stage.steps and not over and not clock.is_spent:
                 await _follow_schedule(context, stage, trainer, before, Done(steps=step, updates=trainer.num_updates))
-            problems = [*result.problems, *(_why_void(context, step) if result.problems else ())]
+            problems = [*result.problems]
+            reasons = Counter(void_reasons(context.directory.rollouts(step)) if problems else ())
+            for why, _ in reasons.most_common(1):
+                problems.append(f"{reasons.total()} rollouts are void, most often because: {why.rstrip('.')}.")
             for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
             # The last step is always saved: a resumed run must not find time, or a reason, for another.
-            is_saved = writer.is_due(step) and step < stage.steps
-            if is_saved or gave_up or is_hopeless or clock.is_spent or over:
+            if (writer.is_due(step) and step < stage.steps) or gave_up or is_hopeless or clock.is_spent or over:
                 await writer.save(step)
             if gave_up:
                 raise gave_up
@@ -226,17 +334,10 @@ async def take_steps(
                     f" {'; '.join(problems)} Everything up to step {step} is in {context.directory.path}. Try easier"
                     " tasks, a better starting point (SFT), more rollouts per task, or raise give_up_after to continue."
                 )
-        log.close()
     if writer.settling is not None:
         await asyncio.to_thread(writer.settling.join)
     await asyncio.to_thread(settle, step)
     return _taken(context, stage, log.steps)
-
-
-def _why_void(context: StageContext, step: int) -> list[str]:
-    """A sentence with the most frequent reason where rollouts of a step are void."""
-    reasons = Counter(void_reasons(context.directory.rollouts(step)))
-    return [f"{reasons.total()} rollouts are void, most often because: {why.rstrip('.')}." for why, _ in reasons.most_common(1)]
 
 
 def _taken(context: StageContext, stage: RolloutKeys, steps: Steps) -> Taken:
@@ -252,16 +353,6 @@ def _taken(context: StageContext, stage: RolloutKeys, steps: Steps) -> Taken:
 def _why_over_early(stage: RolloutKeys, steps: Steps) -> str:
     """The rule of `end_when` that holds after `steps`, in words; empty if none does, or these are all steps of the stage."""
     return why_over(stage.end_when, steps) if stage.end_when and len(steps) < stage.steps else ""
-
-
-def _report_budget(context: StageContext, stage: RolloutKeys, clock: StageClock, step: int) -> None:
-    """Record that the budget is spent. Warn if the step, longer than the one before, exceeded it."""
-    left_s = clock.metrics["budget/left_s"]
-    context.event("budget_spent", step=step, budget_s=stage.budget_s, left_s=left_s)
-    if left_s < 0:
-        context.warn(
-            f"step {step} ended {-left_s:.1f} s past budget_s = {stage.budget_s:g}: it took longer than the one before."
-        )
 
 
 async def _follow_schedule(context: StageContext, stage: RolloutKeys, trainer: Trainer, before: Done, after: Done) -> None:

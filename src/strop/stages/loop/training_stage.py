@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from strop.config import Config
-from strop.errors import ConfigError, UserError
+from strop.errors import ConfigError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, problem_with, switched
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Product, Sampled, Stage, Trained, check_differ
+from strop.recipe.stage import Estimate, PlayedKeys, Product, Sampled, Trained, check_differ
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.context import StageContext
-from strop.stages.loop.checkpoints import CheckpointedKeys
-from strop.stages.loop.engines import check_needs, passes_in_words, task_files
+from strop.stages.loop.checkpoints import CheckpointedKeys, HeldOutConfig
+from strop.stages.loop.engines import MachineStage, passes_in_words, task_files
 from strop.stages.loop.ledger import SAMPLE_TASKS
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
@@ -42,16 +41,6 @@ def checked_steps(context: StageContext, stage: CheckpointedKeys, steps: int) ->
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return steps
-
-
-class HeldOutConfig(Config):
-    """When the policy is measured, and which policy the stage passes on. The most accurate policy so far is kept."""
-
-    every_steps: int = Field(ge=1, description="Steps between two measurements. The last step is always measured.")
-    product: Literal["last", "best"] = Field(default="last", description="The policy that the stage passes on.")
-
-    def is_due(self, step: int, *, last: int) -> bool:
-        return step % self.every_steps == 0 or step == last
 
 
 class ValidationConfig(HeldOutConfig):
@@ -99,15 +88,12 @@ class TrainingKeys(PlayedKeys, CheckpointedKeys):
         return found
 
 
-class TrainingStage(Stage):
+class TrainingStage(MachineStage):
     """Base of stages that train the model of another stage."""
 
     makes = Product.MODEL
     root_keys = frozenset({"engine", "sandbox", "tools"})
     config: CheckpointedKeys
-
-    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-        yield from check_needs(name, self, recipe, machine)
 
 
 class RolloutKeys(TrainingKeys):
@@ -144,7 +130,7 @@ class RolloutKeys(TrainingKeys):
         return max(self.sampling.max_tokens, *(entry.sampling.max_tokens or 0 for entry in self.schedule), 0)
 
     @model_validator(mode="after")
-    def _early_end_needs_no_cosine(self) -> Self:
+    def _changes_hold(self) -> Self:
         what = f"budget_s is {self.budget_s:g}" if self.budget_s is not None else "end_when may end the stage early"
         if (self.budget_s is not None or self.end_when) and self.trainer.optimizer.schedule is Schedule.COSINE:
             raise ValueError(
@@ -159,10 +145,6 @@ class RolloutKeys(TrainingKeys):
                 problem = "the schedule changes the tasks, so rewards cannot be compared. Use accuracy_below."
             if problem:
                 raise ValueError(f"end_when rule {number} ({rule.what}): {problem}")
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_holds(self) -> Self:
         for number, entry in enumerate(self.schedule, start=1):
             if problem := self._schedule_problem(entry) or problem_with(self, self.schedule[:number]):
                 raise ValueError(f"schedule entry {number} ({entry.moment}, {entry.what}): {problem}")
@@ -202,6 +184,11 @@ class RolloutKeys(TrainingKeys):
         """Updates of a step where that is known beforehand, else 0."""
         return 0
 
+    @property
+    def critic_only_steps(self) -> int:
+        """First steps in which only the critic is updated; 0 for a method without a critic."""
+        return 0
+
 
 class RolloutStage(TrainingStage):
     """Base of stages that learn from their own rollouts, step by step."""
@@ -220,13 +207,6 @@ class RolloutStage(TrainingStage):
                 found |= task_files("schedule.tasks", entry.tasks, ["train"])
         return found
 
-    def lines_of_schedule(self, steps_of_critic: int = 0) -> Iterator[str]:
-        """Each entry of the schedule, with the step that it comes before where that is known."""
-        updates = self.config.updates_in_step
-        for entry in self.config.schedule:
-            step = f" (step {steps_of_critic + -(-entry.at_update // updates) + 1})" if entry.at_update and updates else ""
-            yield f"{entry.moment}{step}: {entry.what}"
-
     def tokens_of_responses(self, updates_per_step: int) -> int:
         """The longest response of each step, added up over the steps."""
         config = self.config
@@ -241,36 +221,30 @@ class RolloutStage(TrainingStage):
         return sum(tokens * (after - step) for tokens, (step, after) in zip(longest, pairwise(ordered), strict=False))
 
     def estimate(
-        self,
-        name: str,
-        recipe: Recipe,
-        *,
-        arithmetic: str,
-        rollouts: int,
-        updates: int,
-        trained: Trained,
-        lines: Iterable[str],
+        self, name: str, recipe: Recipe, *, arithmetic: str, updates: int, trained: Trained, notes: Iterable[str] = ()
     ) -> Estimate:
-        """The cost of a stage with so many rollouts and updates in a step."""
+        """The cost of a stage with so many updates in a step."""
         config = self.config
-        overlaps = config.staleness > 0
-        ahead = "; each step's rollouts are played while the step before is trained on" if overlaps else ""
-        passes = passes_in_words(name, config, recipe, config.steps * config.tasks_per_step)
-        budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
-        rules = " or ".join(rule.what for rule in config.end_when)
-        ends_early = budget + (f"; fewer if before that {rules}" if rules else "")
+        if overlaps := config.staleness > 0:
+            arithmetic += "; each step's rollouts are played while the step before is trained on"
+        arithmetic += passes_in_words(name, config, recipe, config.steps * config.tasks_per_step)
+        if config.budget_s is not None:
+            arithmetic += f"; fewer if {config.budget_s:g} s pass before"
+        if config.end_when:
+            arithmetic += f"; fewer if before that {' or '.join(rule.what for rule in config.end_when)}"
+        num_known, num_before, lines = config.updates_in_step, config.critic_only_steps + 1, []
+        for entry in config.schedule:  # with the step that it comes before where that is known
+            step = f" (step {num_before + -(-entry.at_update // num_known)})" if entry.at_update and num_known else ""
+            lines.append(f"{entry.moment}{step}: {entry.what}")
         num_whole = min(config.steps, config.keep_rollouts)
         kept = num_whole + (config.steps - num_whole) * min(1.0, SAMPLE_TASKS / config.tasks_per_step)
+        rollouts = config.tasks_per_step * config.rollouts_per_task
+        tokens = rollouts * self.tokens_of_responses(updates)
         return Estimate(
-            arithmetic=arithmetic + ahead + passes + ends_early,
-            sampled=Sampled(
-                tokens=rollouts * self.tokens_of_responses(updates),
-                steps=config.steps,
-                rollouts=rollouts,
-                kept=kept / config.steps,
-            ),
+            arithmetic=arithmetic,
+            sampled=Sampled(tokens=tokens, steps=config.steps, rollouts=rollouts, kept=kept / config.steps),
             trained=trained,
             overlaps=overlaps,
             time_limit_s=config.budget_s,
-            lines=tuple(lines),
+            lines=(*lines, *notes),
         )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import math
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from strop.algorithms.method import Column, Method, RewardedRows, Selection, checked_advantages
 from strop.algorithms.ppo import explained_variance
@@ -20,19 +21,19 @@ from strop.run_directory import writing_to
 from strop.stages.context import StageContext
 from strop.training.batch import TokenBatch, in_canonical_order
 from strop.training.optimizer import UpdateReport
-from strop.types import Group, ScoredTrajectory
+from strop.types import Group, RolloutKey, ScoredTrajectory
 
 _MAX_KEPT = 8  # skipped batches of a stage
 
 _RARE = 10  # rollouts for one call
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepUpdates:
     """The reports of a step's updates, in order."""
 
-    policy: list[UpdateReport] = dataclasses.field(default_factory=list)
-    critic: list[UpdateReport] = dataclasses.field(default_factory=list)
+    policy: list[UpdateReport] = field(default_factory=list)
+    critic: list[UpdateReport] = field(default_factory=list)
     gave_up: CannotLearnError | None = None  # why the updates ended early, after some were made
 
     def give_up(self, error: CannotLearnError) -> None:
@@ -43,18 +44,12 @@ class StepUpdates:
 
     def leave_out(self, num: int, why: str, *, update: int) -> None:
         """Report `num` updates of the policy as skipped, of a step without anything to learn from."""
-        nothing = UpdateReport(
-            update=update, loss=math.nan, grad_norm=math.nan, learning_rate=math.nan, statistics={}, skip_reason=why
-        )
+        nothing = UpdateReport(update=update, loss=nan, grad_norm=nan, learning_rate=nan, statistics={}, skip_reason=why)
         self.policy = [nothing] * num
 
     def rows(self) -> list[dict[str, Any]]:
         """A row of updates.jsonl for each update."""
         return [*_rows(self.policy, "policy"), *map(_named_critic, _rows(self.critic, "critic"))]
-
-    def metrics(self) -> dict[str, float]:
-        """The policy's updates as metrics of the step."""
-        return update_metrics(self.policy) | cost_metrics(self.policy)
 
 
 async def keep_skipped(
@@ -90,60 +85,50 @@ async def _keep(context: StageContext, batch: TokenBatch, step: int, why: str) -
 
 
 def _write(path: Path, batch: TokenBatch) -> None:
-    columns = {column.value: values for column, values in batch.columns.items()}
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} | {"columns": columns}
+    columns = {column.value: of_column for column, of_column in batch.columns.items()}
+    values = {each.name: getattr(batch, each.name) for each in fields(batch)} | {"columns": columns}
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            torch.save(fields, file)
+            torch.save(values, file)
 
 
-def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+def _means(reports: Sequence[UpdateReport]) -> dict[str, float]:
     """Means over the updates that were made. An empty step has no means, so that a curve shows a gap and not a zero."""
-    metrics = {"update/skipped": float(sum(report.is_skipped for report in reports))}
-    reports = [report for report in reports if not report.is_skipped]
-    if not reports:
+    made = [report for report in reports if not report.is_skipped]
+    metrics = {"update/skipped": float(len(reports) - len(made))}
+    if not made:
         return metrics
-    num = len(reports)
     metrics |= {
-        "update/loss": sum(report.loss for report in reports) / num,
-        "update/grad_norm": sum(report.grad_norm for report in reports) / num,
-        "update/learning_rate": reports[-1].learning_rate,
+        "update/loss": sum(report.loss for report in made) / len(made),
+        "update/grad_norm": sum(report.grad_norm for report in made) / len(made),
+        "update/learning_rate": made[-1].learning_rate,
     }
-    for name in reports[0].statistics:
-        values = [report.statistics[name] for report in reports]
-        metrics[f"policy/{name}"] = max(values) if name.endswith("_max") else sum(values) / num
+    for name in made[0].statistics:
+        values = [report.statistics[name] for report in made]
+        metrics[f"policy/{name}"] = max(values) if name.endswith("_max") else sum(values) / len(made)
     return metrics
 
 
-def cost_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """What the updates cost; {} where none was made."""
-    costs = [report.cost for report in reports if report.cost is not None]
-    if not costs:
-        return {}
-    time_s = sum(cost.time_s for cost in costs)
-    flops_per_s = sum(cost.flops for cost in costs) / time_s
-    return {
-        "update/tokens_per_s": sum(cost.tokens for cost in costs) / time_s,
-        "update/flops_per_s": flops_per_s,
-        "update/distinct_token_share": sum(cost.tokens for cost in costs) / sum(cost.row_tokens for cost in costs),
-        "machine/flop_utilisation": flops_per_s / costs[-1].peak_flops_per_s,
-        "machine/peak_memory_mib": max(cost.peak_memory_mib for cost in costs),
-    }
-
-
-def single_update_metrics(report: UpdateReport) -> dict[str, float]:
-    """Metrics of a step that is one update; of a skipped one only that."""
-    metrics = {"update/skipped": float(report.is_skipped)}
-    if not report.is_skipped:
-        metrics |= {"update/grad_norm": report.grad_norm, "update/learning_rate": report.learning_rate}
-        metrics |= cost_metrics([report])
+def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """`_means`, and what the updates cost where any was made."""
+    metrics = _means(reports)
+    if costs := [report.cost for report in reports if report.cost is not None]:
+        time_s, tokens = sum(cost.time_s for cost in costs), sum(cost.tokens for cost in costs)
+        flops_per_s = sum(cost.flops for cost in costs) / time_s
+        metrics |= {
+            "update/tokens_per_s": tokens / time_s,
+            "update/flops_per_s": flops_per_s,
+            "update/distinct_token_share": tokens / sum(cost.row_tokens for cost in costs),
+            "machine/flop_utilisation": flops_per_s / costs[-1].peak_flops_per_s,
+            "machine/peak_memory_mib": max(cost.peak_memory_mib for cost in costs),
+        }
     return metrics
 
 
 def _rows(reports: Sequence[UpdateReport], role: str) -> list[dict[str, Any]]:
     return [
-        {"role": role, "place": place, "update": report.update, **update_metrics([report]), **cost_metrics([report])}
+        {"role": role, "place": place, "update": report.update, **update_metrics([report])}
         | ({"why_skipped": report.skip_reason} if report.is_skipped else {})
         for place, report in enumerate(reports, start=1)
     ]
@@ -194,11 +179,26 @@ def scored_advantages(
         for rows, batch in zip(rows_of, batches, strict=True)
     ]
     if method.critic is None:
-        penalties = [of_update for update in updates if (of_update := method.penalties(update)) is not None]
-        return _penalized(method, selections, rows_of, penalties, batches) if penalties else (batches, advantages)
+        penalties = {
+            scored.trajectory.key: penalty
+            for rows, update in zip(rows_of, updates, strict=True)
+            if (of_rows := method.penalties(update)) is not None
+            for scored, penalty in zip(rows, of_rows.tolist(), strict=True)
+        }
+        if not penalties:
+            return batches, advantages
+        advantages = _penalized(method, selections, penalties)
+        of_key = {
+            scored.trajectory.key: of_tokens
+            for selection, of_group in zip(selections, advantages, strict=True)
+            for scored, of_tokens in zip(selection.kept, of_group, strict=True)
+        }
+        padded = [pad_sequence([of_key[scored.trajectory.key] for scored in rows], batch_first=True) for rows in rows_of]
+        changed = zip(batches, padded, strict=True)
+        return [replace(batch, advantages=torch.where(batch.loss_mask, of_rows, 0.0)) for batch, of_rows in changed], advantages
     estimates = method.critic.token_advantages(updates)
     judged = [
-        dataclasses.replace(batch, advantages=estimate.advantages, columns={**batch.columns, Column.RETURNS: estimate.returns})
+        replace(batch, advantages=estimate.advantages, columns={**batch.columns, Column.RETURNS: estimate.returns})
         for batch, estimate in zip(batches, estimates, strict=True)
     ]
     of_trajectory = {
@@ -209,36 +209,14 @@ def scored_advantages(
     return judged, [[of_trajectory[scored.trajectory.key] for scored in selection.kept] for selection in selections]
 
 
-def _penalized(
-    method: Method,
-    selections: Sequence[Selection],
-    rows_of: Sequence[Sequence[ScoredTrajectory]],
-    penalties: Sequence[Tensor],
-    batches: Sequence[TokenBatch],
-) -> tuple[list[TokenBatch], list[list[Tensor]]]:
-    """With advantages of what `penalties`, one for each row of a batch, leave of the rewards."""
-    left = {
-        scored.trajectory.key: dataclasses.replace(scored, reward=scored.reward - penalty)
-        for rows, of_rows in zip(rows_of, penalties, strict=True)
-        for scored, penalty in zip(rows, of_rows.tolist(), strict=True)
-    }
-    penalized = []
-    for each in selections:
-        trajectories = tuple(left.get(one.trajectory.key, one) for one in each.group.trajectories)
-        penalized.append(dataclasses.replace(each, group=dataclasses.replace(each.group, trajectories=trajectories)))
-    advantages = checked_advantages(method, penalized)
-    of_key = {
-        scored.trajectory.key: of_tokens
-        for each, of_group in zip(penalized, advantages, strict=True)
-        for scored, of_tokens in zip(each.kept, of_group, strict=True)
-    }
-    judged = []
-    for rows, batch in zip(rows_of, batches, strict=True):
-        of_rows = torch.zeros_like(batch.advantages)
-        for row, scored in enumerate(rows):
-            of_rows[row, : len(scored.trajectory.ids)] = of_key[scored.trajectory.key]
-        judged.append(dataclasses.replace(batch, advantages=torch.where(batch.loss_mask, of_rows, 0.0)))
-    return judged, advantages
+def _penalized(method: Method, selections: Sequence[Selection], penalties: Mapping[RolloutKey, float]) -> list[list[Tensor]]:
+    """The advantages of each selection from what `penalties` leave of the rewards."""
+
+    def penalized(one: ScoredTrajectory) -> ScoredTrajectory:
+        return replace(one, reward=one.reward - penalties.get(one.trajectory.key, 0.0))
+
+    groups = [replace(each.group, trajectories=tuple(map(penalized, each.group.trajectories))) for each in selections]
+    return checked_advantages(method, [replace(each, group=group) for each, group in zip(selections, groups, strict=True)])
 
 
 def critic_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport]) -> dict[str, float]:
@@ -247,7 +225,7 @@ def critic_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport
         torch.cat([batch.columns[column][batch.loss_mask] for batch in batches]) for column in (Column.VALUES, Column.RETURNS)
     )
     explained = explained_variance(values, returns)
-    return _named_critic(update_metrics(reports)) | ({} if math.isnan(explained) else {"critic/explained_variance": explained})
+    return _named_critic(_means(reports)) | ({} if isnan(explained) else {"critic/explained_variance": explained})
 
 
 def _named_critic(figures: Mapping[str, Any]) -> dict[str, Any]:
