@@ -35,7 +35,6 @@ from types import FrameType
 from typing import NoReturn
 
 from . import confine, kernel, program, wire
-from .wire import CELL, DONE, FORK, LINE_BYTES
 
 LINE = confine.WAKE
 _FAILED = 1
@@ -51,34 +50,17 @@ _restore_random = random.setstate
 program.OWN_FILES.add(__file__)
 
 
-class Line:
-    """The session's end of its line. A seqpacket socket, so packets are never split."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._socket = _socket.socket(fileno=descriptor)
-
-    def send(self, packet: bytes, descriptor: int = -1) -> None:
-        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))] if descriptor >= 0 else []
-        self._socket.sendmsg([packet], rights)
-
-    def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for the next packet, and return it with its descriptors. Empty when the supervisor has closed the line."""
-        packet, control, _, _ = self._socket.recvmsg(LINE_BYTES, _socket.CMSG_SPACE(16), _socket.MSG_CMSG_CLOEXEC)
-        given = b"".join(content for _, _, content in control)
-        return packet, [int.from_bytes(given[at : at + 4], sys.byteorder) for at in range(0, len(given), 4)]
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def forget(self) -> None:
-        """Leave the descriptor open."""
-        self._socket.detach()
+def _receive(line: _socket.socket) -> tuple[bytes, list[int]]:
+    """Wait for the next packet, and return it with its descriptors. Empty when the supervisor has closed the line."""
+    packet, control, _, _ = line.recvmsg(wire.LINE_BYTES, _socket.CMSG_SPACE(16), _socket.MSG_CMSG_CLOEXEC)
+    given = b"".join(content for _, _, content in control)
+    return packet, [int.from_bytes(given[at : at + 4], sys.byteorder) for at in range(0, len(given), 4)]
 
 
 class Session:
-    """Handles the packets on the line of a session, until its end."""
+    """Handles the packets on the line of a session, until its end. A seqpacket socket, so packets are never split."""
 
-    def __init__(self, confinement: confine.Confinement, line: Line) -> None:
+    def __init__(self, confinement: confine.Confinement, line: _socket.socket) -> None:
         self._confinement = confinement
         self._line = line
         self._names = program.fresh_main()
@@ -95,7 +77,7 @@ class Session:
         own_pid = getpid()
         try:
             while True:
-                packet, descriptors = self._line.receive()
+                packet, descriptors = _receive(self._line)
                 if not packet:
                     exit_now(0)
                 if packet[:1] == wire.LINE_CELL:
@@ -104,9 +86,9 @@ class Session:
                         if kind == wire.RECORD_ERROR:
                             program.attempt(self._streams[1].write, text)
                         exit_now(exit_code)
-                    self._line.send(DONE.pack(wire.LINE_DONE, nonce, exit_code, kind) + program.encode_record(text))
+                    self._line.send(wire.DONE.pack(wire.LINE_DONE, nonce, exit_code, kind) + program.encode_record(text))
                 elif packet[:1] == wire.LINE_FORK:
-                    self._line = _fork(self._line, FORK.unpack(packet)[1], descriptors)
+                    self._line = _fork(self._line, wire.FORK.unpack(packet)[1], descriptors)
                     own_pid = getpid()
                 elif packet[:1] == wire.LINE_STEM:
                     _become_stem()
@@ -116,7 +98,7 @@ class Session:
 
     def _cell(self, packet: bytes, descriptors: list[int]) -> tuple[bytes, int, bytes, str]:
         """Run a cell. Returns its nonce, its exit code, and the kind and text of what it shows."""
-        _, nonce, number, code_length, memory_bytes, file_mib = CELL.unpack(packet)
+        _, nonce, number, code_length, memory_bytes, file_mib = wire.CELL.unpack(packet)
         began = wire.BEGAN.pack(wire.LINE_BEGAN, nonce)
         if len(descriptors) < 2:
             self._line.send(began)
@@ -126,7 +108,7 @@ class Session:
         code = os.pread(descriptors[0], code_length, 0).decode()
         os.close(descriptors[0])
         self._confinement.limit_cell(memory_bytes=memory_bytes, file_bytes=file_mib << 20)
-        _take_stdin(descriptors[1])
+        confine.take_stdin(descriptors[1])
         self._line.send(began)
         try:
             try:
@@ -148,16 +130,18 @@ def live(
     confinement: confine.Confinement, exchange: int, line: int, output: int, directory: str, seed_all: Callable[[int], None]
 ) -> NoReturn:
     """Confine this process, and handle the packets of its line until the end of the session."""
-    own_line = Line(line)
+    own_line = _socket.socket(fileno=line)
     try:
         header = os.pread(exchange, wire.WORK.size, wire.RECORD_BYTES)
         _, seed, memory_bytes, _, max_processes, file_mib, _, _ = wire.WORK.unpack(header)
-        own_line.send(wire.LINE_HELLO, confinement.apply(directory, max_processes=max_processes))
+        listener = confinement.apply(directory, max_processes=max_processes)
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, listener.to_bytes(4, sys.byteorder))] if listener >= 0 else []
+        own_line.sendmsg([wire.LINE_HELLO], rights)
         confine.take_streams(exchange, line, output)
-        own_line.forget()
-        own_line = Line(LINE)
+        own_line.detach()
+        own_line = _socket.socket(fileno=LINE)
         os.close(confine.EXCHANGE)
-        confinement.limit_session(memory_bytes=memory_bytes, file_bytes=file_mib << 20)
+        confinement.limit(memory_bytes=memory_bytes, file_bytes=file_mib << 20)
         seed_all(seed)
         session = Session(confinement, own_line)
         own_line.send(wire.LINE_BORN)
@@ -167,15 +151,7 @@ def live(
     session.live()
 
 
-def _take_stdin(descriptor: int) -> None:
-    """Make `descriptor`, a sealed file, the standard input of the cell."""
-    os.dup2(descriptor, 0)
-    os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - until the next cell
-    sys.__dict__.update(__stdin__=sys.stdin)
-
-
-def _fork(line: Line, flags: int, ends: list[int]) -> Line:
+def _fork(line: _socket.socket, flags: int, ends: list[int]) -> _socket.socket:
     """Start two copies of this process. Returns in all three processes, in each with its own line.
 
     Args:
@@ -227,7 +203,7 @@ def _clone(flags: int) -> int:
     return kernel.check(result, "clone into new namespaces")
 
 
-def _settle(line: Line, own_line: int, own_output: int) -> Line:
+def _settle(line: _socket.socket, own_line: int, own_output: int) -> _socket.socket:
     """In a copy: take its own line and output, wait for its /tmp, and copy the files of the origin into it."""
     origin_files = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     directory = _working_directory()
@@ -238,9 +214,9 @@ def _settle(line: Line, own_line: int, own_output: int) -> Line:
     os.dup2(own_line, LINE, inheritable=False)
     for descriptor in (nothing, own_output, own_line):
         os.close(descriptor)
-    line = Line(LINE)
+    line = _socket.socket(fileno=LINE)
     line.send(wire.LINE_BORN)
-    line.receive()  # the supervisor has mounted the new /tmp
+    _receive(line)  # the supervisor has mounted the new /tmp
     try:
         for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS):
             hard = resource.getrlimit(kind)[1]

@@ -14,20 +14,19 @@ import sys
 from typing import TextIO
 
 from . import kernel, landlock, program, seccomp, wire
-from .wire import MAX_FAMILY_PROCESSES, WORK_DIRECTORY
 
 UNPRIVILEGED_UID = 1_000_000  # on the host, if started by root: the kernel does not enforce RLIMIT_NPROC for uid 0
 INNER_UID = 1_000  # what a program sees
 NICENESS = 10  # the supervisor has priority
 EXCHANGE, WAKE = 3, 4
 _SCOPED_ABI = 6  # first version of Landlock that keeps signals inside
-_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 _TMP_OPTIONS = b"size=64m,nr_inodes=4096,mode=0777"
 
 
 def build_root(paths: list[str]) -> None:
     """Replace the root of the host by one with `paths` and the devices. Needs a new mount namespace."""
-    sources = {path: os.path.realpath(path) for path in [*paths, *_DEVICES]}  # links point elsewhere after the root has moved
+    # Links point elsewhere after the root has moved.
+    sources = {path: os.path.realpath(path) for path in (*paths, *landlock.DEVICES)}
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
     for name in ("/tmp/old", "/tmp/new"):
@@ -54,7 +53,7 @@ def mount_tmp() -> None:
 
 def make_work_directory() -> None:
     os.umask(0)
-    for path in (WORK_DIRECTORY, "/tmp/shm"):
+    for path in (wire.WORK_DIRECTORY, "/tmp/shm"):
         os.mkdir(path, 0o777)
     os.umask(0o022)
 
@@ -124,7 +123,7 @@ class Confinement:
         os.nice(NICENESS)
         if self.is_namespaced:
             self._enter_namespaces(allows_more=max_processes > 0)
-            directory = WORK_DIRECTORY
+            directory = wire.WORK_DIRECTORY
         elif self.is_root and self.level == "confined":
             _become_unprivileged(directory)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which clears it
@@ -136,7 +135,7 @@ class Confinement:
         os.chdir(directory)
         if max_processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-            most = MAX_FAMILY_PROCESSES if self.is_namespaced else max_processes
+            most = wire.MAX_FAMILY_PROCESSES if self.is_namespaced else max_processes
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(resource.RLIMIT_NPROC, (min(max_processes, most), most))
         program_filter = self._session_filter if max_processes else self._filter
@@ -148,28 +147,19 @@ class Confinement:
         landlock.restrict(self._rules, writable=writable)
         return seccomp.install(program_filter)
 
-    def limit(self, *, memory_bytes: int, cpu_s: int, max_processes: int, file_bytes: int) -> None:
-        """Set the limits of the work that follows; the limits of the machine still hold."""
-        _set_limits(
-            (resource.RLIMIT_CPU, cpu_s),
-            (resource.RLIMIT_FSIZE, file_bytes),
-            (resource.RLIMIT_NPROC, max_processes),
-            *_FIXED_LIMITS,
-        )
+    def limit(self, *more: tuple[int, int], memory_bytes: int, file_bytes: int) -> None:
+        """Set the limits of a program, including `more`, or the highest ones of a session. Those of the machine still hold."""
+        for kind, limit in ((resource.RLIMIT_FSIZE, file_bytes), *more, *_FIXED_LIMITS):
+            hard = resource.getrlimit(kind)[1]
+            value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (value, value))
         total = self._base_memory + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (total, total + program.SPARE_BYTES))
 
-    def limit_session(self, *, memory_bytes: int, file_bytes: int) -> None:
-        """Set the highest limits of a session; each cell has its own below. The supervisor counts its time."""
-        _set_limits((resource.RLIMIT_FSIZE, file_bytes), *_FIXED_LIMITS)
-        self.limit_cell(memory_bytes=memory_bytes, file_bytes=file_bytes, is_hard=True)
-
-    def limit_cell(self, *, memory_bytes: int, file_bytes: int, is_hard: bool = False) -> None:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (min(file_bytes, hard), hard))
-        total = self._base_memory + memory_bytes
-        hard = total + program.SPARE_BYTES if is_hard else resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (min(total, hard), hard))
+    def limit_cell(self, *, memory_bytes: int, file_bytes: int) -> None:
+        for kind, limit in ((resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_AS, self._base_memory + memory_bytes)):
+            hard = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (min(limit, hard), hard))
 
     def _enter_namespaces(self, *, allows_more: bool) -> None:
         more = kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS if self.level == "strict" else 0
@@ -201,13 +191,6 @@ _FIXED_LIMITS = (
 )
 
 
-def _set_limits(*limits: tuple[int, int]) -> None:
-    for kind, limit in limits:
-        hard = resource.getrlimit(kind)[1]
-        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (value, value))
-
-
 def take_streams(exchange: int, wake: int, output: int) -> None:
     """Move the descriptors to their numbers, close all others, and open the text streams."""
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -224,15 +207,22 @@ def take_streams(exchange: int, wake: int, output: int) -> None:
 
 def give_stdin(content: bytes) -> None:
     """Make `content` the standard input of the program; as a file, so that no process waits for a reader."""
+    descriptor = 0
     if content:
         descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.lseek(descriptor, 0, os.SEEK_SET)
+    take_stdin(descriptor)
+
+
+def take_stdin(descriptor: int) -> None:
+    """Make `descriptor` the standard input, and open its text stream."""
+    if descriptor:
         os.dup2(descriptor, 0)
         os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - for life
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - until the next cell
     sys.__dict__.update(__stdin__=sys.stdin)
 
 

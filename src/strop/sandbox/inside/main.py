@@ -1,6 +1,14 @@
-"""A fork server and the start of its children: isolates itself, loads modules, gives each child its work.
+"""A fork server and the start of its children: isolates itself, loads modules, waits, forks and reaps.
 
-Its argument is one JSON object.
+Its argument is one JSON object. A child inherits the memory of this process and gets its work directly from the supervisor, so
+no program, input or output passes through it, only descriptors. Each child is pid 1 of a pid namespace: when it dies, the
+kernel kills everything that it started.
+
+    supervisor --(id of the child + exchange, wake, output)--> fork server --fork--> child: confined, waiting on `wake`
+    supervisor <--(started: id, pid, pidfd)-- <--(ended: pid, status, CPU time, memory)--
+
+`repr(object())` must not differ between two equal calls. Addresses are not randomised, and the loop talks to the kernel through
+buffers that are built once, so that the heap is the same at each fork.
 """
 
 from __future__ import annotations
@@ -10,20 +18,21 @@ import builtins
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import linecache
 import mmap
 import os
 import random
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import cells, confine, forkserver, kernel, program, seccomp, verify
-from .wire import JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECORD_SETUP, REPORT, SESSION_MARK, STAMP, WORK
+from . import cells, confine, kernel, program, seccomp, verify, wire
 
 
 def main() -> None:
@@ -35,10 +44,10 @@ def main() -> None:
         confinement, pid_namespace = start(settings)
     except (OSError, ImportError) as error:
         said = (isinstance(error, OSError) and error.strerror) or str(error)
-        os.write(control, REPORT.pack(KIND_FAILED, 0, 0, 0, 0, 0) + said.encode())
+        os.write(control, wire.REPORT.pack(wire.KIND_FAILED, 0, 0, 0, 0, 0) + said.encode())
         return
-    os.write(control, REPORT.pack(KIND_HELLO, 0, 0, 0, 0, 0))
-    forkserver.serve(control, pid_namespace=pid_namespace, run_child=functools.partial(live, confinement))
+    os.write(control, wire.REPORT.pack(wire.KIND_HELLO, 0, 0, 0, 0, 0))
+    serve(control, pid_namespace=pid_namespace, run_child=functools.partial(live, confinement))
 
 
 def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
@@ -88,30 +97,31 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
 
 def live(confinement: confine.Confinement, exchange: int, wake: int, output: int, directory: str) -> NoReturn:
     """The life of one child, from the fork to its end."""
-    if directory.startswith(SESSION_MARK):
-        cells.live(confinement, exchange, wake, output, directory.removeprefix(SESSION_MARK), _seed)
+    if directory.startswith(wire.SESSION_MARK):
+        cells.live(confinement, exchange, wake, output, directory.removeprefix(wire.SESSION_MARK), _seed)
     record: mmap.mmap | None = None
     try:
-        record = mmap.mmap(exchange, RECORD_BYTES)  # stays valid when its descriptor is closed
+        record = mmap.mmap(exchange, wire.RECORD_BYTES)  # stays valid when its descriptor is closed
         confinement.apply(directory)
         confine.take_streams(exchange, wake, output)
         os.read(confine.WAKE, 8)
         os.close(confine.WAKE)
-        header = os.pread(confine.EXCHANGE, WORK.size, RECORD_BYTES)
-        job, seed, memory_bytes, cpu_s, max_processes, file_mib, code_length, stdin_length = WORK.unpack(header)
-        code = _read(code_length, RECORD_BYTES + WORK.size)
-        stdin = _read(stdin_length, RECORD_BYTES + WORK.size + code_length)
+        header = os.pread(confine.EXCHANGE, wire.WORK.size, wire.RECORD_BYTES)
+        job, seed, memory_bytes, cpu_s, max_processes, file_mib, code_length, stdin_length = wire.WORK.unpack(header)
+        code = _read(code_length, wire.RECORD_BYTES + wire.WORK.size)
+        stdin = _read(stdin_length, wire.RECORD_BYTES + wire.WORK.size + code_length)
         os.close(confine.EXCHANGE)
         confine.give_stdin(stdin)
-        confinement.limit(memory_bytes=memory_bytes, cpu_s=cpu_s, max_processes=max_processes, file_bytes=file_mib << 20)
+        of_program = (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_NPROC, max_processes)
+        confinement.limit(*of_program, memory_bytes=memory_bytes, file_bytes=file_mib << 20)
         _seed(seed)
-        record[: STAMP.size] = STAMP.pack(time.monotonic())
-        os.write(1, READY)
+        record[: wire.STAMP.size] = wire.STAMP.pack(time.monotonic())
+        os.write(1, wire.READY)
     except BaseException as error:
         if record is not None:
-            program.write_record(record, RECORD_SETUP, f"{type(error).__name__}: {error}")
+            program.write_record(record, wire.RECORD_SETUP, f"{type(error).__name__}: {error}")
         os._exit(1)
-    if job == JOB_VERIFY:
+    if job == wire.JOB_VERIFY:
         verify.judge(code, lambda line: os.write(1, line + b"\n"))
         os._exit(0)
     program.run_program(code.decode(), record)
@@ -226,3 +236,189 @@ def collapse(proc: int) -> None:
             start, end = (int(part, 16) for part in place.split("-"))
             if is_anonymous and rights.startswith("rw") and end - start >= 2 << 20:
                 kernel.libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), kernel.MADV_COLLAPSE)
+
+
+# The loop.
+
+_P_ALL, _WNOHANG, _WEXITED, _WNOWAIT = 0, 1, 4, 0x01000000
+_POLLIN = 1
+_NUM_DESCRIPTORS = 3
+_GROUP_POLL_US = 200  # between looks at killed processes that are not our children yet
+_MAX_CHILDREN_BYTES = 65_536
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Message(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("iov", ctypes.POINTER(_Iovec)),
+        ("num_iov", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+class _Rights(ctypes.Structure):
+    """One SCM_RIGHTS message with room for the descriptors of a child."""
+
+    _fields_ = (
+        ("length", ctypes.c_size_t),
+        ("level", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("descriptors", ctypes.c_int * 4),  # three, and padding for the alignment of the kernel
+    )
+
+
+class _Spawn(ctypes.Structure):
+    """`wire.SPAWN`, then the path."""
+
+    _pack_ = 1
+    _fields_ = (("child", ctypes.c_uint64), ("directory", ctypes.c_char * wire.MAX_SPAWN_BYTES))
+
+
+class _Report(ctypes.Structure):
+    """`wire.REPORT`, filled in place."""
+
+    _pack_ = 1
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("status", ctypes.c_int32),
+        ("child", ctypes.c_uint64),
+        ("pid", ctypes.c_int64),
+        ("cpu_us", ctypes.c_uint64),
+        ("peak_kib", ctypes.c_uint64),
+    )
+
+
+class _Poll(ctypes.Structure):
+    _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("returned", ctypes.c_short))
+
+
+class _SignalInfo(ctypes.Structure):
+    """The part of `siginfo_t` that waitid fills, in the layout of 64-bit Linux."""
+
+    _fields_ = (("before", ctypes.c_int * 4), ("pid", ctypes.c_int), ("rest", ctypes.c_char * 108))
+
+
+class _Usage(ctypes.Structure):
+    """`struct rusage` in the layout of 64-bit Linux."""
+
+    _fields_ = (
+        ("user_s", ctypes.c_long),
+        ("user_us", ctypes.c_long),
+        ("system_s", ctypes.c_long),
+        ("system_us", ctypes.c_long),
+        ("peak_kib", ctypes.c_long),
+        ("rest", ctypes.c_long * 13),
+    )
+
+
+def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, int, str], NoReturn]) -> None:
+    """Fork a child for each packet on `control`, and report its start and its end, until the supervisor closes its side.
+
+    Args:
+        control: a seqpacket socket.
+        pid_namespace: the namespace of this process, so that each child can get a new one; -1 if children share it.
+        run_child: runs a child, given exchange, wake, output and directory.
+    """
+    libc = kernel.libc
+    spawn, report, usage, status, siginfo = _Spawn(), _Report(), _Usage(), ctypes.c_int(), _SignalInfo()
+    taken, given = _Rights(), _Rights(length=20, level=1, kind=1)  # SOL_SOCKET, SCM_RIGHTS, one descriptor
+    incoming, outgoing = _message(spawn, ctypes.sizeof(taken), taken), _message(report, ctypes.sizeof(given), given)
+    outgoing.control_length = 24  # one descriptor, aligned
+    deaths_fd = _death_descriptor()
+    children_fd = -1  # opened here: later there may be no descriptor left
+    if pid_namespace < 0:
+        children_fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
+    polled = (_Poll * 2)(_Poll(control, _POLLIN), _Poll(deaths_fd, _POLLIN))
+    drained = ctypes.create_string_buffer(128)
+    # Built once: the loop then allocates nothing that outlives an iteration.
+    report_at, usage_at, status_at = ctypes.byref(report), ctypes.byref(usage), ctypes.byref(status)
+    siginfo_at = ctypes.byref(siginfo)
+    incoming_at, outgoing_at, polled_at = ctypes.byref(incoming), ctypes.byref(outgoing), ctypes.byref(polled)
+    descriptors, passed = taken.descriptors, given.descriptors
+    requests, deaths = polled[0], polled[1]
+    report_size, control_size = ctypes.sizeof(report), ctypes.sizeof(taken)
+    gc.collect()
+    gc.freeze()
+    while True:
+        if libc.poll(polled_at, 2, -1) < 0:
+            continue
+        if deaths.returned:
+            libc.read(deaths_fd, drained, 128)
+            while True:
+                if pid_namespace < 0:
+                    # Kill what the program left, while the zombie of its leader keeps the number of its process group.
+                    siginfo.pid = 0
+                    libc.waitid(_P_ALL, 0, siginfo_at, _WEXITED | _WNOHANG | _WNOWAIT)
+                    if siginfo.pid:
+                        libc.kill(-siginfo.pid, signal.SIGKILL)
+                report.pid = libc.wait4(siginfo.pid or -1, status_at, _WNOHANG, usage_at)
+                if report.pid <= 0:
+                    break
+                # The report means that all are gone: a lock that one of them holds must not reach the next program.
+                while siginfo.pid and libc.kill(-siginfo.pid, 0) == 0:
+                    if libc.wait4(-siginfo.pid, None, 0, None) < 0:
+                        libc.usleep(_GROUP_POLL_US)
+                report.kind = wire.KIND_SIGNALED if status.value & 0x7F else wire.KIND_EXITED
+                report.status = status.value & 0x7F or (status.value >> 8) & 0xFF
+                report.cpu_us = (usage.user_s + usage.system_s) * 1_000_000 + usage.user_us + usage.system_us
+                report.peak_kib = usage.peak_kib
+                libc.send(control, report_at, report_size, 0)
+        if requests.returned:
+            incoming.control_length = control_size
+            length = libc.recvmsg(control, incoming_at, 0)
+            if length <= 0:
+                if pid_namespace < 0:
+                    _end_descendants(children_fd)
+                return
+            report.child, report.status = spawn.child, 0
+            try:
+                if pid_namespace >= 0:
+                    # After the death of pid 1 of a namespace, fork fails with ENOMEM until a new namespace is requested.
+                    kernel.check(libc.setns(pid_namespace, kernel.CLONE_NEWPID), "setns")
+                    kernel.check(libc.unshare(kernel.CLONE_NEWPID), "unshare a pid namespace")
+                report.pid = os.fork()
+            except OSError as error:  # no room for another process; the others live on
+                report.kind, report.status = wire.KIND_REFUSED, error.errno or 0
+                libc.send(control, report_at, report_size, 0)
+            else:
+                if report.pid == 0:
+                    run_child(descriptors[0], descriptors[1], descriptors[2], spawn.directory.decode())
+                passed[0] = libc.syscall(kernel.SYS_PIDFD_OPEN, ctypes.c_long(report.pid), 0)
+                report.kind = wire.KIND_STARTED
+                if passed[0] < 0 or libc.sendmsg(control, outgoing_at, 0) < 0:
+                    if pid_namespace < 0:
+                        _end_descendants(children_fd)
+                    return  # the supervisor could not kill this child, so the fork server ends with all of them
+                libc.close(passed[0])
+            for index in range(_NUM_DESCRIPTORS):
+                libc.close(descriptors[index])
+
+
+def _end_descendants(children_fd: int) -> None:
+    """Without a pid namespace: kill everything below this process, which adopts the orphans, until nothing is left."""
+    while children := [int(pid) for pid in os.pread(children_fd, _MAX_CHILDREN_BYTES, 0).split()]:
+        for pid in children:
+            kernel.libc.kill(-pid, signal.SIGKILL)  # the process group of a program, which it cannot leave at L1
+            kernel.libc.kill(pid, signal.SIGKILL)
+        for _ in children:
+            os.wait()
+
+
+def _death_descriptor() -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signals = ctypes.c_uint64(1 << (signal.SIGCHLD - 1))
+    return kernel.check(kernel.libc.signalfd(-1, ctypes.byref(signals), 0o2000000 | 0o4000), "signalfd")  # CLOEXEC, NONBLOCK
+
+
+def _message(content: ctypes.Structure, control_length: int, control: _Rights) -> _Message:
+    iov = _Iovec(base=ctypes.addressof(content), length=ctypes.sizeof(content))
+    message = _Message(num_iov=1, control=ctypes.addressof(control), control_length=control_length)
+    message.iov = ctypes.pointer(iov)
+    return message

@@ -20,16 +20,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn, TextIO
 
-from .wire import (
-    FLUSH_SIGNAL,
-    MAX_TRACEBACK_CHARS,
-    RECORD_BYTES,
-    RECORD_ECHO,
-    RECORD_ERROR,
-    RECORD_HEADER,
-    RECORD_NOTHING,
-    STAMP,
-)
+from . import wire
 
 MAX_FRAMES = 2_000  # twice the recursion limit; formatting millions takes longer than a program may run
 SPARE_BYTES = 32 << 20  # for the traceback of a program without free memory
@@ -46,7 +37,7 @@ def run_program(
     modules: dict[str, ModuleType] = sys.modules,
 ) -> NoReturn:
     own_pid, streams = getpid(), (sys.stdout, sys.stderr)
-    signal.signal(FLUSH_SIGNAL, lambda number, frame: flush(streams))
+    signal.signal(wire.FLUSH_SIGNAL, lambda number, frame: flush(streams))
     exit_code, kind, text = run(code, fresh_main(), "<code>", stderr=streams[1])
     try:
         if (threading := modules.get("threading")) is not None:
@@ -54,11 +45,11 @@ def run_program(
         run_exit_hooks()
     except BaseException as error:
         if not exit_code:
-            exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
+            exit_code, kind, text = 1, wire.RECORD_ERROR, format_error(error)
     if getpid() != own_pid:  # a fork of the program that returned here; it has no record
-        if kind == RECORD_ERROR:
+        if kind == wire.RECORD_ERROR:
             attempt(streams[1].write, text)
-    elif kind != RECORD_NOTHING:
+    elif kind != wire.RECORD_NOTHING:
         write_record(shown, kind, text)
     flush(streams)
     exit_now(exit_code)
@@ -70,11 +61,11 @@ def run(
     """Run the program. Returns its exit code, and kind and text of what it shows: its last value, or its error."""
     try:
         value = execute(code, names, file)
-        return (0, RECORD_NOTHING, "") if value is None else (0, RECORD_ECHO, make_text(value))
+        return (0, wire.RECORD_NOTHING, "") if value is None else (0, wire.RECORD_ECHO, make_text(value))
     except SystemExit as error:
-        return exit_code_of(error, stderr), RECORD_NOTHING, ""
+        return exit_code_of(error, stderr), wire.RECORD_NOTHING, ""
     except BaseException as error:
-        return 1, RECORD_ERROR, format_error(error)
+        return 1, wire.RECORD_ERROR, format_error(error)
 
 
 def fresh_main() -> dict[str, object]:
@@ -142,7 +133,7 @@ def format_error(
         text = "".join(format_exception(error))
     except BaseException as broken:  # the text of the exception raises, or the program broke the formatter
         text = f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})\n"
-    return _cut(text, MAX_TRACEBACK_CHARS)
+    return _cut(text, wire.MAX_TRACEBACK_CHARS)
 
 
 def _fold(frames: TracebackType | None) -> TracebackType | None:
@@ -170,13 +161,13 @@ def _cut(text: str, limit: int) -> str:
 
 
 def write_record(shown: mmap.mmap, kind: bytes, text: str) -> None:
-    start, encoded = STAMP.size + RECORD_HEADER.size, encode_record(text)
+    start, encoded = wire.STAMP.size + wire.RECORD_HEADER.size, encode_record(text)
     shown[start : start + len(encoded)] = encoded
-    shown[STAMP.size : start] = RECORD_HEADER.pack(kind, len(encoded))
+    shown[wire.STAMP.size : start] = wire.RECORD_HEADER.pack(kind, len(encoded))
 
 
 def encode_record(text: str) -> bytes:
-    room = RECORD_BYTES - STAMP.size - RECORD_HEADER.size
+    room = wire.RECORD_BYTES - wire.STAMP.size - wire.RECORD_HEADER.size
     # No character takes more than eight bytes, so the cut splits none.
     return _cut(text, room // 8).encode("utf-8", "backslashreplace")[:room]
 
