@@ -17,51 +17,13 @@ from dataclasses import dataclass
 
 from . import kernel
 
-# The numbers of the system calls that a filter names, on x86_64.
-
-_FIRST_UNKNOWN = 470  # Linux 6.18 ends at 469
-_FOREIGN = 0x40000000  # from here on: the x32 ABI
-_AUDIT_ARCH = 0xC000003E
-_NUMBERS = {
-    "accept": 43, "accept4": 288, "acct": 163, "add_key": 248, "adjtimex": 159, "bind": 49, "bpf": 321, "chmod": 90,
-    "chown": 92, "chroot": 161, "clock_adjtime": 305, "clock_settime": 227, "clone": 56, "clone3": 435, "connect": 42,
-    "create_module": 174, "delete_module": 176, "fanotify_init": 300, "fanotify_mark": 301, "fchmod": 91, "fchmodat": 268,
-    "fchmodat2": 452, "fchown": 93, "fchownat": 260, "fcntl": 72, "file_setattr": 469, "finit_module": 313, "flock": 73,
-    "fremovexattr": 199, "fsconfig": 431, "fsetxattr": 190, "fsmount": 432, "fsopen": 430, "fspick": 433, "futimesat": 261,
-    "init_module": 175, "inotify_add_watch": 254, "inotify_init": 253, "inotify_init1": 294, "io_uring_enter": 426,
-    "io_uring_register": 427, "io_uring_setup": 425, "ioperm": 173, "iopl": 172, "ioprio_set": 251, "kcmp": 312,
-    "kexec_file_load": 320, "kexec_load": 246, "keyctl": 250, "kill": 62, "landlock_add_rule": 445,
-    "landlock_create_ruleset": 444, "landlock_restrict_self": 446, "lchown": 94, "listen": 50, "listmount": 458,
-    "lookup_dcookie": 212, "lremovexattr": 198, "lsetxattr": 189, "memfd_create": 319, "memfd_secret": 447,
-    "migrate_pages": 256, "modify_ldt": 154, "mount": 165, "mount_setattr": 442, "move_mount": 429, "move_pages": 279,
-    "mq_getsetattr": 245, "mq_notify": 244, "mq_open": 240, "mq_timedreceive": 243, "mq_timedsend": 242, "mq_unlink": 241,
-    "msgctl": 71, "msgget": 68, "msgrcv": 70, "msgsnd": 69, "name_to_handle_at": 303, "nfsservctl": 180,
-    "open_by_handle_at": 304, "open_tree": 428, "open_tree_attr": 467, "perf_event_open": 298, "personality": 135,
-    "pidfd_getfd": 438, "pidfd_send_signal": 424, "pivot_root": 155, "prlimit64": 302, "process_madvise": 440,
-    "process_mrelease": 448, "process_vm_readv": 310, "process_vm_writev": 311, "ptrace": 101, "quotactl": 179,
-    "quotactl_fd": 443, "reboot": 169, "removexattr": 197, "removexattrat": 466, "request_key": 249, "rt_sigqueueinfo": 129,
-    "rt_tgsigqueueinfo": 297, "sched_setaffinity": 203, "sched_setattr": 314, "sched_setparam": 142,
-    "sched_setscheduler": 144, "seccomp": 317, "semctl": 66, "semget": 64, "semop": 65, "semtimedop": 220,
-    "setdomainname": 171, "sethostname": 170, "setns": 308, "setpgid": 109, "setpriority": 141, "setrlimit": 160,
-    "setsid": 112, "setsockopt": 54, "settimeofday": 164, "setxattr": 188, "setxattrat": 463, "shmat": 30, "shmctl": 31,
-    "shmdt": 67, "shmget": 29, "socket": 41, "socketpair": 53, "statmount": 457, "swapoff": 168, "swapon": 167, "syslog": 103,
-    "tgkill": 234, "tkill": 200, "umount2": 166, "unshare": 272, "uselib": 134, "userfaultfd": 323, "utime": 132,
-    "utimensat": 280, "utimes": 235, "vhangup": 153, "vmsplice": 278,
-}  # fmt: skip
-
-
-def numbers() -> dict[str, int]:
-    """Name -> number of the calls of this machine. Raises `OSError` when it is not an x86_64."""
-    if platform.machine() != "x86_64":
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}, only for x86_64")
-    return _NUMBERS
-
-
 # The assembler: classic BPF.
 
 ALLOW, KILL, NOTIFY = 0x7FFF0000, 0x80000000, 0x7FC00000
 _ERRNO = 0x00050000
 
+_AUDIT_ARCH = 0xC000003E
+_FOREIGN = 0x40000000  # from here on: the x32 ABI
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06  # of an absolute word; by a constant; a constant
 _JUMP_IF_EQUAL, _JUMP_IF_NOT_BELOW = 0x15, 0x35
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
@@ -162,33 +124,54 @@ _CLONE_NEW = 0x7E020000  # every namespace that clone can ask for
 _CLONE_PARENT = 0x00008000  # would give the fork server an unknown child
 _F_SETOWN, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 15, 1024, 1026
 
-_REFUSED_CALLS = {
-    "other processes": "ptrace process_vm_readv process_vm_writev process_madvise process_mrelease pidfd_getfd kcmp "
-    "migrate_pages move_pages",
-    "mounts": "umount2 open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick mount_setattr pivot_root chroot "
-    "statmount listmount",
-    "namespaces": "setns",
-    "a large attack surface": "bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register vmsplice "
-    "lookup_dcookie nfsservctl uselib seccomp",
-    "keys": "add_key request_key keyctl",
-    "what outlives a call": "shmget shmat shmctl shmdt semget semop semctl semtimedop msgget msgsnd msgrcv msgctl mq_open "
-    "mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr",
-    "memory that no limit counts": "memfd_create memfd_secret",
-    "the machine": "create_module init_module delete_module finit_module kexec_load kexec_file_load reboot swapon swapoff acct "
-    "quotactl quotactl_fd settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname syslog vhangup",
-    "files past their paths": "open_by_handle_at name_to_handle_at fanotify_init fanotify_mark",
-    "processor modes": "modify_ldt ioperm iopl",
+_REFUSED_CALLS = {  # with their numbers on x86_64
+    "other processes": "ptrace 101 process_vm_readv 310 process_vm_writev 311 process_madvise 440 process_mrelease 448 "
+    "pidfd_getfd 438 kcmp 312 migrate_pages 256 move_pages 279",
+    "mounts": "umount2 166 open_tree 428 open_tree_attr 467 move_mount 429 fsopen 430 fsconfig 431 fsmount 432 fspick 433 "
+    "mount_setattr 442 pivot_root 155 chroot 161 statmount 457 listmount 458",
+    "namespaces": "setns 308",
+    "a large attack surface": "bpf 321 perf_event_open 298 userfaultfd 323 io_uring_setup 425 io_uring_enter 426 "
+    "io_uring_register 427 vmsplice 278 lookup_dcookie 212 nfsservctl 180 uselib 134 seccomp 317",
+    "keys": "add_key 248 request_key 249 keyctl 250",
+    "what outlives a call": "shmget 29 shmat 30 shmctl 31 shmdt 67 semget 64 semop 65 semctl 66 semtimedop 220 msgget 68 "
+    "msgsnd 69 msgrcv 70 msgctl 71 mq_open 240 mq_unlink 241 mq_timedsend 242 mq_timedreceive 243 mq_notify 244 "
+    "mq_getsetattr 245",
+    "memory that no limit counts": "memfd_create 319 memfd_secret 447",
+    "the machine": "create_module 174 init_module 175 delete_module 176 finit_module 313 kexec_load 246 kexec_file_load 320 "
+    "reboot 169 swapon 167 swapoff 168 acct 163 quotactl 179 quotactl_fd 443 settimeofday 164 clock_settime 227 adjtimex 159 "
+    "clock_adjtime 305 sethostname 170 setdomainname 171 syslog 103 vhangup 153",
+    "files past their paths": "open_by_handle_at 304 name_to_handle_at 303 fanotify_init 300 fanotify_mark 301",
+    "processor modes": "modify_ldt 154 ioperm 173 iopl 172",
 }
 # Landlock does not cover these. Without a mount namespace the host's files are visible: the owner of a file may change the
 # first, every process with write access the others.
-_ATTRIBUTES_OF_OWN = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat file_setattr"
+_ATTRIBUTES_OF_OWN = "chmod 90 fchmod 91 fchmodat 268 fchmodat2 452 chown 92 fchown 93 lchown 94 fchownat 260 file_setattr 469"
 _ATTRIBUTES_OF_WRITABLE = (
-    "setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat "
-    "utime utimes futimesat utimensat"
+    "setxattr 188 lsetxattr 189 fsetxattr 190 setxattrat 463 removexattr 197 lremovexattr 198 fremovexattr 199 "
+    "removexattrat 466 utime 132 utimes 235 futimesat 261 utimensat 280"
 )
 # All calls see the same system files: a lock or a watch on one would be a message to another call, or block the host.
-_MAILBOXES = "flock inotify_init inotify_init1 inotify_add_watch"
-_SIGNALS = "tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal"
+_MAILBOXES = "flock 73 inotify_init 253 inotify_init1 294 inotify_add_watch 254"
+_SIGNALS = "tkill 200 tgkill 234 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 pidfd_send_signal 424"
+# With rules of their own.
+_OTHERS = (
+    "accept 43 accept4 288 bind 49 clone 56 clone3 435 connect 42 fcntl 72 ioprio_set 251 kill 62 landlock_add_rule 445 "
+    "landlock_create_ruleset 444 landlock_restrict_self 446 listen 50 mount 165 personality 135 prlimit64 302 "
+    "sched_setaffinity 203 sched_setattr 314 sched_setparam 142 sched_setscheduler 144 setpgid 109 setpriority 141 "
+    "setrlimit 160 setsid 112 setsockopt 54 socket 41 socketpair 53 unshare 272"
+)
+_WORDS = " ".join(
+    (*_REFUSED_CALLS.values(), _ATTRIBUTES_OF_OWN, _ATTRIBUTES_OF_WRITABLE, _MAILBOXES, _SIGNALS, _OTHERS)
+).split()
+_NUMBERS = dict(zip(_WORDS[::2], map(int, _WORDS[1::2]), strict=True))
+_FIRST_UNKNOWN = 470  # Linux 6.18 ends at 469
+
+
+def numbers() -> dict[str, int]:
+    """Name -> number of the calls of this machine. Raises `OSError` when it is not an x86_64."""
+    if platform.machine() != "x86_64":
+        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}, only for x86_64")
+    return _NUMBERS
 
 
 class _Program(ctypes.Structure):
@@ -299,7 +282,7 @@ def _fixed_limit(kind: int) -> dict[str, Rule]:
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
+    return {name: rule for name in names.split() if not name.isdigit()}
 
 
 def _only(argument: int, value: int, *, then: Rule = ALLOW) -> Rule:
