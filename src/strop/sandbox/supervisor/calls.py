@@ -17,7 +17,7 @@ from pathlib import Path
 
 from strop.sandbox.inside import wire
 from strop.sandbox.inside.confine import place_inside
-from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
+from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings, SessionLimits
 from strop.sandbox.supervisor.processes import Child, Ended, Interpreter
 
 SETUP_LIMIT_S = 5.0  # until the first instruction of the work; 1 ms on an idle machine
@@ -170,7 +170,16 @@ class Execution(ABC):
             self.output.drain(self.child.output)
             if self.output.is_flood and not self._stopped_for:
                 self._stopped_for = "output"
-            return self._facts()
+            ended, kind, text, began_at, ended_at = self._facts()
+            return FinishedCall(
+                ended=ended,
+                stopped_for=self._stopped_for,
+                output=self.output,
+                record_kind=kind,
+                record_text=text.decode("utf-8", "replace"),
+                setup_s=began_at - self._admitted_at,
+                run_s=ended_at - began_at,
+            )
         finally:
             if self._is_reading:
                 self._loop.remove_reader(self.child.output)
@@ -200,8 +209,8 @@ class Execution(ABC):
         """Stop it if it is too late."""
 
     @abstractmethod
-    def _facts(self) -> FinishedCall:
-        """What is known of the run when it has ended."""
+    def _facts(self) -> tuple[Ended, bytes, bytes, float, float]:
+        """How it ended, kind and text of its record, and when its work began and ended."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -234,7 +243,10 @@ class Call(Execution):
         super().__init__(child, request, admitted_at=admitted_at, skip=len(wire.READY))
         self._deadline = 0.0  # 0 until its work is known to have begun
         self._overdue_at = 0.0
-        child.give(work_of(request, num_others=child.server.num_others), self._finish)
+        cpu_s = math.ceil(request.wall_s + 1 if request.cpu_s is None else request.cpu_s)
+        code, stdin = request.code.encode(), request.stdin.encode()
+        work = header_of(request, wire.JOB_PROGRAM, cpu_s, child.server.num_others, len(code), len(stdin)) + code + stdin
+        child.give(work, self._finish)
 
     def stop(self, reason: str) -> None:
         if not self._finished.done() and not self._stopped_for:
@@ -276,23 +288,13 @@ class Call(Execution):
     def _release(self) -> None:
         self.child.close()
 
-    def _facts(self) -> FinishedCall:
-        ended = self.child.ended
-        assert ended is not None
+    def _facts(self) -> tuple[Ended, bytes, bytes, float, float]:
+        assert self.child.ended is not None
         now = time.monotonic()
         kind, length = wire.RECORD_HEADER.unpack(os.pread(self.child.exchange, wire.RECORD_HEADER.size, wire.STAMP.size))
         start = wire.STAMP.size + wire.RECORD_HEADER.size
         text = os.pread(self.child.exchange, min(length, wire.RECORD_BYTES - start), start) if length else b""
-        began_at = self._began_at(now)
-        return FinishedCall(
-            ended=ended,
-            stopped_for=self._stopped_for,
-            output=self.output,
-            record_kind=kind,
-            record_text=text.decode("utf-8", "replace"),
-            setup_s=began_at - self._admitted_at,
-            run_s=now - began_at,
-        )
+        return self.child.ended, kind, text, self._began_at(now), now
 
 
 def to_result(run: FinishedCall, request: RunRequest, *, level: IsolationLevel, queue_s: float, node: str) -> RunResult:
@@ -320,7 +322,7 @@ def _decide(run: FinishedCall, request: RunRequest) -> tuple[RunOutcome, str, st
         return RunOutcome.KILLED, "output", output.head_text(), None
     if run.stopped_for:
         return RunOutcome.KILLED, run.stopped_for, text, None
-    if ended.signal in (signal.SIGKILL, signal.SIGXCPU) and ended.cpu_s >= _cpu_limit_s(request) - _CPU_ERROR_S:
+    if ended.signal in (signal.SIGKILL, signal.SIGXCPU) and ended.cpu_s >= (request.cpu_s or request.wall_s) - _CPU_ERROR_S:
         return RunOutcome.TIMEOUT, "cpu", text, None
     if ended.signal is not None:
         return RunOutcome.KILLED, f"signal {ended.signal}", text, None
@@ -334,21 +336,7 @@ def _decide(run: FinishedCall, request: RunRequest) -> tuple[RunOutcome, str, st
     return (RunOutcome.STDOUT if output.num_bytes else RunOutcome.EMPTY), "", text, 0
 
 
-def _cpu_limit_s(request: RunRequest) -> float:
-    return request.wall_s if request.cpu_s is None else request.cpu_s
-
-
-def work_of(request: RunRequest, *, num_others: int = 0) -> bytes:
-    """The work as the child reads it. Its limit of processes also counts `num_others` that are not its own."""
-    code, stdin = request.code.encode(), request.stdin.encode()
-    header = wire.WORK.pack(
-        wire.JOB_PROGRAM,
-        request.seed & 0xFFFF_FFFF_FFFF_FFFF,
-        request.memory_mib << 20,
-        math.ceil(request.wall_s + 1 if request.cpu_s is None else request.cpu_s),
-        request.max_processes + num_others,
-        request.file_mib,
-        len(code),
-        len(stdin),
-    )
-    return header + code + stdin
+def header_of(limits: RunRequest | SessionLimits, job: bytes, cpu_s: int, num_others: int, *lengths: int) -> bytes:
+    """The limits of the work as the child reads them. That of processes also counts `num_others` that are not its own."""
+    seed, max_processes = limits.seed & 0xFFFF_FFFF_FFFF_FFFF, limits.max_processes + num_others
+    return wire.WORK.pack(job, seed, limits.memory_mib << 20, cpu_s, max_processes, limits.file_mib, *lengths)

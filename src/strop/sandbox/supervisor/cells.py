@@ -17,7 +17,7 @@ import time
 
 from strop.sandbox.inside import wire
 from strop.sandbox.protocol import RunRequest
-from strop.sandbox.supervisor.calls import Execution, FinishedCall
+from strop.sandbox.supervisor.calls import Execution
 from strop.sandbox.supervisor.processes import Ended, Interpreter, drain
 
 GRACE_S = 0.25  # from SIGINT to the kill
@@ -111,10 +111,8 @@ class Cell(Execution):
 
     def _give(self) -> None:
         request = self.request
-        code = request.code.encode()
-        packet = wire.CELL.pack(
-            wire.LINE_CELL, self._nonce, self._number, len(code), request.memory_mib << 20, request.file_mib
-        )
+        code, limits = request.code.encode(), (request.memory_mib << 20, request.file_mib)
+        packet = wire.CELL.pack(wire.LINE_CELL, self._nonce, self._number, len(code), *limits)
         with contextlib.ExitStack() as opened:
             files = []
             for content in (code, request.stdin.encode()):
@@ -179,23 +177,14 @@ class Cell(Execution):
         self._loop.remove_reader(self.child.line)
         self.child.on_end = None
 
-    def _facts(self) -> FinishedCall:
+    def _facts(self) -> tuple[Ended, bytes, bytes, float, float]:
         done_at, kind, text = self._done_at or time.monotonic(), b" ", b""
-        began_at = self._began_at or self._given_at
         if (ended := self.child.ended) is None:
             _, _, exit_code, kind = wire.DONE.unpack_from(self._done)
             text = self._done[wire.DONE.size :]
             cpu_s = self._cpu_done_s - self._cpu_before_s
             ended = Ended(exit_code=exit_code, signal=None, cpu_s=cpu_s, peak_bytes=self.child.status.peak_bytes)
-        return FinishedCall(
-            ended=ended,
-            stopped_for=self._stopped_for,
-            output=self.output,
-            record_kind=kind,
-            record_text=text.decode("utf-8", "replace"),
-            setup_s=began_at - self._admitted_at,
-            run_s=done_at - began_at,
-        )
+        return ended, kind, text, self._began_at or self._given_at, done_at
 
 
 def _sealed(content: bytes) -> int:

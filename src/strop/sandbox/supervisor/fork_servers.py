@@ -339,10 +339,6 @@ class ForkServerPool:
             retired.lose()
         return server
 
-    async def fill(self) -> None:
-        """Return when all fork servers are ready."""
-        await self.start(self._num_servers)
-
     async def start(self, num_needed: int) -> None:
         """Return when so many fork servers are ready; the others follow."""
         while len(self._servers) < num_needed:

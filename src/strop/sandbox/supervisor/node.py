@@ -34,7 +34,7 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
 )
-from strop.sandbox.supervisor.calls import Call, Execution, FinishedCall, to_result
+from strop.sandbox.supervisor.calls import Call, to_result
 from strop.sandbox.supervisor.directories import remove_leftovers
 from strop.sandbox.supervisor.fork_servers import ForkServerPool, profile_of
 from strop.sandbox.supervisor.self_test import Canaries, SelfTestReport, refusal, run_self_test
@@ -49,7 +49,6 @@ _GATHER_S = 0.003
 _SLOTS_S = 0.05  # how often the number of slots is looked at
 _PR_SET_PDEATHSIG = 1
 _NUM_TESTS = 2  # of a level that fails at first: on a busy machine an attack may end before it is seen
-_TICK_S = 0.01  # how often running calls are checked
 _SLOTS_FACTOR = 3  # accepted calls for each that computes: enough that the next is ready, few enough to be fair
 
 
@@ -69,10 +68,8 @@ class Node(AsyncContext, CodeService):
         self.level = self.config.level or IsolationLevel.NAMESPACES
         self.tried: dict[IsolationLevel, SelfTestReport | str] = {}  # the last level is in use
         self.slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
-        self.num_slots = self._count_slots(num_asleep=0)
         self._pools: dict[str, ForkServerPool] = {}
-        self._watchdog = Watchdog(self.slots)
-        self._tick_timer: asyncio.TimerHandle | None = None
+        self.watchdog = Watchdog(self.slots)
         self._is_closed = False
         self._sessions = Sessions(self)
 
@@ -85,7 +82,7 @@ class Node(AsyncContext, CodeService):
         _raise_descriptor_limit()
         remove_leftovers()
         await self._find_level()
-        await asyncio.gather(*(self.pool(profile).fill() for profile in self.config.warm))
+        await asyncio.gather(*(self.pool(profile).start(self.config.fork_servers) for profile in self.config.warm))
 
     async def run(self, request: RunRequest) -> RunResult:
         if request.session:
@@ -101,7 +98,7 @@ class Node(AsyncContext, CodeService):
         """Run it now; the caller holds its slot."""
         admitted_at = time.monotonic()
         server = await self.pool(request.profile or profile_of(request.code)).server()
-        facts = await self.watch(Call(server.take(), request, admitted_at=admitted_at))
+        facts = await self.watchdog.watch(Call(server.take(), request, admitted_at=admitted_at))
         if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
             raise MachineError("the sandbox was closed" if self._is_closed else "its fork server died")
         result = to_result(facts, request, level=self.level, queue_s=queue_s, node=self.name)
@@ -124,8 +121,7 @@ class Node(AsyncContext, CodeService):
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._tick_timer is not None:
-            self._tick_timer.cancel()
+        self.watchdog.close()
         await self._sessions.close()
         self._close_pools()
 
@@ -142,31 +138,20 @@ class Node(AsyncContext, CodeService):
         if self._is_closed:
             raise MachineError("the sandbox was closed; a call came after that, or was still waiting")
 
-    def _levels(self) -> list[IsolationLevel]:
-        """The levels to try, best first."""
-        if self.config.level is not None:
-            return [self.config.level]
-        if self.config.min_level is IsolationLevel.STRICT:
-            return [IsolationLevel.STRICT]
-        return [level for level in IsolationLevel if self.config.min_level.rank <= level.rank < IsolationLevel.STRICT.rank]
-
     async def _find_level(self) -> None:
         """Raises `UserError` when no accepted level holds."""
-        for level in self._levels():
+        lowest = self.config.level or self.config.min_level
+        best = self.config.level or max(lowest, IsolationLevel.NAMESPACES, key=lambda level: level.rank)
+        for level in (level for level in IsolationLevel if lowest.rank <= level.rank <= best.rank):
             self.level = level
             for _ in range(_NUM_TESTS):
-                self.tried[level] = await self._attack(level)
-                if self._holds(level):
-                    break
+                found = self.tried[level] = await self._attack(level)
+                if not isinstance(found, str) and not found.broken(level):
+                    if why := self._why_not_more():
+                        _log.warning("programs run at level L%d (%s), the best of this machine. %s", level.rank, level, why)
+                    return
                 self._close_pools()
-            if self._holds(level):
-                break
-        else:
-            raise refusal(self.config.level or self.config.min_level, self.tried)
-        if len(self.tried) > 1:
-            _log.warning(
-                "programs run at level L%d (%s), the best of this machine. %s", level.rank, level, self._why_not_more()
-            )
+        raise refusal(lowest, self.tried)
 
     async def _attack(self, level: IsolationLevel) -> SelfTestReport | str:
         """The report of the self-test, or why it did not start."""
@@ -176,10 +161,6 @@ class Node(AsyncContext, CodeService):
         except MachineError as error:
             self._refuse_if_closed()
             return str(error)
-
-    def _holds(self, level: IsolationLevel) -> bool:
-        found = self.tried[level]
-        return not isinstance(found, str) and not found.broken(level)
 
     def _why_not_more(self) -> str:
         *higher, _ = self.tried.items()
@@ -204,27 +185,9 @@ class Node(AsyncContext, CodeService):
             pool.close()
         self._pools.clear()
 
-    async def watch(self, call: Execution) -> FinishedCall:
-        self._watchdog.add(call)
-        self._tick_later()
-        try:
-            return await call.wait()
-        finally:
-            self._watchdog.remove(call)
-
-    def _tick_later(self) -> None:
-        if self._tick_timer is None:
-            self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-
-    def _tick(self) -> None:
-        self._tick_timer = None
-        if self._watchdog:
-            self._tick_later()
-            self._watchdog.look(time.monotonic())
-        self.num_slots = self._count_slots(num_asleep=self._watchdog.num_asleep)
-
-    def _count_slots(self, *, num_asleep: int) -> int:
-        return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + num_asleep)
+    @property
+    def num_slots(self) -> int:
+        return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + self.watchdog.num_asleep)
 
 
 def _raise_descriptor_limit() -> None:
@@ -237,7 +200,9 @@ class Served(CodeService, Protocol):
     """What is called over a link, such as a `Node`."""
 
     level: IsolationLevel
-    num_slots: int
+
+    @property
+    def num_slots(self) -> int: ...
 
     async def start(self) -> None: ...
 

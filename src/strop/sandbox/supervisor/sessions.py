@@ -25,7 +25,7 @@ from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox.inside import wire
 from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult, SessionLimits
 from strop.sandbox.supervisor import forking
-from strop.sandbox.supervisor.calls import FinishedCall, to_result
+from strop.sandbox.supervisor.calls import FinishedCall, header_of, to_result
 from strop.sandbox.supervisor.cells import Cell
 from strop.sandbox.supervisor.process_status import IdleUsage, ProcessStatus, TreeStatus
 from strop.sandbox.supervisor.processes import LOST, Child, Ended, Family, Interpreter, readable
@@ -169,16 +169,7 @@ class Sessions:
         self._helper.close()
 
     async def _start(self, limits: SessionLimits) -> Interpreter:
-        work = wire.WORK.pack(
-            wire.JOB_SESSION,
-            limits.seed & 0xFFFF_FFFF_FFFF_FFFF,
-            limits.memory_mib << 20,
-            0,
-            limits.max_processes,
-            limits.file_mib,
-            0,
-            0,
-        )
+        work = header_of(limits, wire.JOB_SESSION, 0, 0, 0, 0)
         try:
             if self._node.level.rank >= IsolationLevel.NAMESPACES.rank:
                 self._helper.start()  # so that the first fork does not wait for it
@@ -207,7 +198,7 @@ class Sessions:
 
     async def _play(self, session: _Session, cell: Cell) -> FinishedCall:
         try:
-            facts = await self._node.watch(cell)
+            facts = await self._node.watchdog.watch(cell)
             if (ended := session.interpreter.ended) is None:
                 return facts
             if ended.signal == signal.SIGKILL and not cell.is_killed:

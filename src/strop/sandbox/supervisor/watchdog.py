@@ -8,11 +8,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from strop.sandbox.supervisor.calls import Execution
+from strop.sandbox.supervisor.calls import Execution, FinishedCall
 from strop.sandbox.supervisor.process_status import TreeStatus
 
 _log = logging.getLogger(__name__)
 
+_TICK_S = 0.01  # how often running calls are checked
 _FIRST_LOOK_S = 0.02  # most programs have ended by then
 _LOOK_S, _LOOK_ASLEEP_S = 0.05, 0.2
 _PAUSE_FACTOR = 20  # reading the status of many processes is slow: one call gets at most 1/20 of the time
@@ -93,25 +94,36 @@ class Watchdog:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._calls: dict[Execution, _Watch] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_asleep(self) -> int:
         return sum(watched.is_asleep for watched in self._calls.values())
 
-    def __bool__(self) -> bool:
-        return bool(self._calls)
-
-    def add(self, call: Execution) -> None:
+    async def watch(self, call: Execution) -> FinishedCall:
+        """Wait for its end. Its slot counts as busy again then; the caller releases it."""
         self._calls[call] = _Watch(next_at=time.monotonic() + _FIRST_LOOK_S)
+        self._look_later()
+        try:
+            return await call.wait()
+        finally:
+            if self._calls.pop(call).is_asleep:
+                self._slots.take_back()
 
-    def remove(self, call: Execution) -> None:
-        """Its slot counts as busy again; the caller releases it."""
-        if self._calls.pop(call).is_asleep:
-            self._slots.take_back()
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def look(self, now: float) -> None:
+    def _look_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._look)
+
+    def _look(self) -> None:
         """Check the clock of every call, and read the status of as many as there is time for."""
-        started_at = time.monotonic()
+        self._timer = None
+        if self._calls:
+            self._look_later()
+        now = started_at = time.monotonic()
         for call, watched in list(self._calls.items()):
             try:
                 call.look(now)
