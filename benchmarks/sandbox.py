@@ -35,7 +35,7 @@ from rich.table import Table
 from strop.cluster.start import LocalNode
 from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from networks import Machines

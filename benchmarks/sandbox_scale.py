@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from strop.sandbox import RunRequest
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 
 NUM_MACHINES, NUM_WORKERS, CALL_S = 16, 1024, 0.3
 TIMEOUT_SHARE, TIMEOUT_S = 0.01, 4.0

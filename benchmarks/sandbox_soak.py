@@ -31,7 +31,7 @@ from rich.table import Table
 from sandbox import service
 from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, SessionLimits, VerifyRequest
 from strop.sandbox.session import Session
 

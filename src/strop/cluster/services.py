@@ -56,7 +56,7 @@ async def open_services(
         UserError: there are too few nodes, or one cannot give the level that `config` asks for.
         ActorsLost: a process did not start.
     """
-    from strop.sandbox.client.client import open_services as open_client  # needs aiohttp, which the extra `cluster` has
+    from strop.sandbox.client import open_services as open_client  # needs aiohttp, which the extra `cluster` has
 
     token = secrets.token_urlsafe()
     # The numbers of this machine's processors are not those of the nodes: their own defaults hold there.

@@ -115,12 +115,7 @@ class LocalSandbox(AsyncContext, CodeService):
     """
 
     def __init__(
-        self,
-        config: SandboxConfig | None = None,
-        *,
-        name: str = "local",
-        no_node_s: float = 30.0,
-        spawn: Spawn = spawn_node,
+        self, config: SandboxConfig | None = None, *, name: str = "local", no_node_s: float = 30.0, spawn: Spawn = spawn_node
     ) -> None:
         self.config = config or SandboxConfig()
         self.node: CodeNode | None = None  # the supervisor; None while there is none
@@ -471,7 +466,7 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
         async with LocalSandbox(config) as box:
             yield box
         return
-    from strop.sandbox.client.client import open_services  # needs the extra `serve`
+    from strop.sandbox.client import open_services  # needs the extra `serve`
 
     async with open_services(config, token or os.environ.get(TOKEN_VARIABLE)) as client:
         yield client

@@ -24,15 +24,7 @@ from typing import Any, Self
 
 from strop.errors import MachineError, NodeGone, NodeLost, UserError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.protocol import (
-    CodeNode,
-    IsolationLevel,
-    PairVerdict,
-    RunRequest,
-    RunResult,
-    SessionLimits,
-    VerifyRequest,
-)
+from strop.sandbox.protocol import CodeNode, IsolationLevel, PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 
 _log = logging.getLogger(__name__)
 

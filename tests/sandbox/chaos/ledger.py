@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from strop.errors import MachineError
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.protocol import RunOutcome, RunRequest, RunResult
 
 LIMIT_S = 4.0  # of an honest program, which needs some milliseconds

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from strop.errors import MachineError, SessionLost
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.protocol import RunOutcome, RunRequest, SessionLimits
 from strop.sandbox.session import Session
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from strop.errors import StropError
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.server.ndjson import Health
 
 from .processes import Part, Process, everyone_below, parts_below, process_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import RunRequest
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 
 from .ledger import Ledger, make_calls
 from .networks import FAR_ADDRESS, Cable

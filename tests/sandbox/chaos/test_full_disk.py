@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import RunOutcome, RunRequest
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 
 from .ledger import Ledger, make_calls
 from .processes import Part

@@ -15,8 +15,8 @@ import pytest
 
 from strop.errors import MachineError
 from strop.sandbox import RunRequest
-from strop.sandbox.client.client import SandboxClient
-from strop.sandbox.client.service import SILENCE_S
+from strop.sandbox.client import SandboxClient
+from strop.sandbox.client_service import SILENCE_S
 
 from .agent import Agent, Deed, Plan
 from .ledger import Call, Entry, Ledger, make_calls

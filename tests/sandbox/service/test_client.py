@@ -17,8 +17,8 @@ from services import Supply, dead, echo, scripted, serving
 from scripted_node import ScriptedNode
 from strop.deadline import deadline
 from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, UserError
-from strop.sandbox.client import service as client_service
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox import client_service
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import scripted_result
 from strop.sandbox.server.dispatcher import DispatchConfig

@@ -19,7 +19,7 @@ from links import peer_of_node_process
 from services import scripted, serving
 
 from strop.errors import MachineError, StropError
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.node_process import Link
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import scripted_result

@@ -18,7 +18,7 @@ from services import scripted, serving
 from test_client import free_port
 
 from strop.errors import MachineError, UserError
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import open_service
 from strop.sandbox.node_process import LogLine, spawn_node

@@ -19,9 +19,8 @@ from test_server import process
 from scripted_node import ScriptedNode
 from strop.config import validate
 from strop.errors import MachineError, SessionLost, UserError
-from strop.sandbox import SandboxConfig
-from strop.sandbox.client import service as client_service
-from strop.sandbox.client.client import SandboxClient
+from strop.sandbox import SandboxConfig, client_service
+from strop.sandbox.client import SandboxClient
 from strop.sandbox.local import open_service
 from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, SessionLimits, VerifyRequest
 

@@ -1,12 +1,15 @@
-"""The HTTP side of the service: routes, tokens, the shape of bodies, and the status of each error."""
+"""The HTTP side of the service: routes and their description, tokens, the shape of bodies, and the status of each error."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -40,14 +43,28 @@ from strop.sandbox.server.ndjson import (
     problem_of,
     write_error_line,
 )
-from strop.sandbox.server.openapi import Route, description
 from strop.sandbox.server.run_stream import RunStream, start_lines, write_verdicts
 
 MAX_BODY_BYTES = 32 << 20  # except of a stream of runs
 _READ_S = 60.0  # for a body that is read whole
-_MAX_BYTES_IN_JSON = 6  # of one byte of text, when it is escaped
 _RETRY_AFTER_S = {ProblemKind.OVERLOADED: 1, ProblemKind.NO_NODES: 5}
 _HandlerT = TypeVar("_HandlerT", bound=Callable[..., Awaitable[object]])
+_STATUSES = (400, 401, 410, 413, 500, 503)
+_LINES = "application/x-ndjson"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One path with one method. A reply of several types is a stream of lines; one without a type is text or any JSON."""
+
+    method: str
+    path: str
+    handler: Callable[..., Any]
+    body: type | None = None
+    replies: tuple[type, ...] = ()
+    may_be_empty: bool = False  # an empty body stands for the default of its type
+    is_open: bool = False  # needs no token
+
 
 ROUTES: list[Route] = []
 
@@ -74,7 +91,6 @@ class HttpFront:
         self._token = token
         self._streams: set[RunStream] = set()
         self._is_stopping = False
-        self._max_line_bytes = _MAX_BYTES_IN_JSON * (protocol.MAX_CODE_BYTES + protocol.MAX_STDIN_BYTES) + 65_536
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         for route in ROUTES:
             add = self.app.router.add_get if route.method == "GET" else partial(self.app.router.add_route, route.method)
@@ -105,18 +121,13 @@ class HttpFront:
         only says that the service is alive. A line that is no call is answered `rejected` and affects no other. With the header
         `X-Strop-Starts`, a line also reports each call that a slot has taken and not answered soon.
         """
-        stream = RunStream(
-            self._dispatcher,
-            _client_of(request),
-            max_line_bytes=self._max_line_bytes,
-            reports_starts=STARTS_HEADER in request.headers,
-        )
+        stream = RunStream(self._dispatcher, request, _client_of(request))
         response = await start_lines(request)
         self._streams.add(stream)
         if self._is_stopping:
             stream.stop()
         try:
-            await stream.serve(request, response)
+            await stream.serve(response)
         except HttpProcessingError as error:  # a broken chunk of the request
             await response.write(write_error_line(None, ProblemKind.INVALID, f"the request cannot be read: {error.message}"))
         finally:
@@ -196,7 +207,7 @@ class HttpFront:
     @_route("GET", "/openapi.json", is_open=True)
     async def _description(self, request: web.Request) -> web.StreamResponse:
         """This description."""
-        return web.json_response(_description_of_all())
+        return web.json_response(_openapi())
 
     # What all routes share
 
@@ -246,11 +257,6 @@ class HttpFront:
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-@cache
-def _description_of_all() -> dict[str, Any]:
-    return description(ROUTES)
-
-
 async def _body(request: web.Request, shape: type, *, may_be_empty: bool) -> object:
     """Raises `UserError` for a body of another shape, and for an empty one unless it may be empty."""
     try:
@@ -297,6 +303,75 @@ def _exposition(dispatcher: Dispatcher) -> str:
         lines += [f"# HELP strop_sandbox_{name} {text}", f"# TYPE strop_sandbox_{name} {kind}"]
         lines += [f"strop_sandbox_{name}{label} {value}" for label, value in samples.items()]
     return "\n".join([*lines, ""])
+
+
+@cache
+def _openapi() -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the routes, from their docstrings and the types that they read and write.
+
+    No framework generates it: none knows streams of lines, and one with a server of its own would be slower than aiohttp.
+    """
+    read = dict.fromkeys(route.body for route in ROUTES if route.body is not None)
+    written = dict.fromkeys([*(reply for route in ROUTES for reply in route.replies), ErrorReply])
+    keyed: list[Any] = [(shape, "validation", TypeAdapter(shape)) for shape in read]
+    keyed += [(shape, "serialization", TypeAdapter(shape)) for shape in written]
+    references, schemas = TypeAdapter.json_schemas(keyed, ref_template="#/components/schemas/{model}")
+    shapes: dict[type, Any] = {shape: reference for (shape, _), reference in references.items()}
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, shapes)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "strop code service", "version": version("strop"), "license": {"name": "Apache-2.0"}},
+        "servers": [{"url": "/"}],
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
+    summary, _, detail = (inspect.getdoc(route.handler) or "").partition("\n\n")
+    problem, statuses = (shapes[Health], (503,)) if route.is_open else (shapes[ErrorReply], _STATUSES)
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__.strip("_"),
+        "summary": summary.removesuffix("."),
+        "description": " ".join(detail.split()),
+        "parameters": [_parameter(CLIENT_HEADER, "header", "Clients take turns in the queue, and have ids of their own.")],
+        "responses": {"200": {"description": "OK", "content": _reply(route, shapes)}}
+        | {str(status): {"description": _problems(status), "content": _content(problem)} for status in statuses},
+    }
+    if route.is_open:
+        operation["security"] = []
+    if route.body is RunLine:
+        starts = "Any value: report calls that the supervisor has taken."
+        operation["parameters"].append(_parameter(STARTS_HEADER, "header", starts))
+    if "{session}" in route.path:
+        operation["parameters"].append(_parameter("session", "path", "From an earlier reply."))
+    if route.body is not None:
+        content = _content(shapes[route.body], _LINES if route.body is RunLine else "application/json")
+        operation["requestBody"] = {"required": not route.may_be_empty, "content": content}
+    return operation
+
+
+def _problems(status: int) -> str:
+    return " ".join(text for known, _, text in PROBLEMS.values() if known == status)
+
+
+def _reply(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
+    if len(route.replies) > 1:
+        return _content({"oneOf": [shapes[reply] for reply in route.replies]}, _LINES)
+    if route.path == "/metrics":
+        return _content({"type": "string"}, "text/plain")
+    return _content(shapes[route.replies[0]] if route.replies else {"type": "object"})
+
+
+def _content(schema: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
+    return {kind: {"schema": schema}}
+
+
+def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "description": text, "schema": {"type": "string"}}
 
 
 def _client_of(request: web.Request) -> str:

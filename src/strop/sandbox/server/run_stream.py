@@ -9,9 +9,11 @@ from functools import partial
 from aiohttp import web
 
 from strop.errors import StropError
+from strop.sandbox import protocol
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
 from strop.sandbox.server.dispatcher import Dispatcher
 from strop.sandbox.server.ndjson import (
+    STARTS_HEADER,
     LineSplitter,
     RunLine,
     StartLine,
@@ -30,6 +32,7 @@ MAX_OPEN = 8192  # calls without an answer: beyond it no more of the request is 
 _STARTS_S = 1.0  # how often started calls are reported: by then most have their answer
 _NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that several leave in one write
 _GATHER_S = 0.005
+_MAX_BYTES_IN_JSON = 6  # of one byte of text, when it is escaped
 _IDLE_S = 120.0  # a stream without calls ends after it
 _PAUSE_BYTES = 8 << 20  # answers that are not written yet: beyond it no more of the request is read
 
@@ -39,22 +42,15 @@ class RunStream:
 
     Calls that have an id survive the loss of the connection for a while; the others are cancelled with it.
 
-    Args:
-        reports_starts: whether the client is informed, within a second or two, that the supervisor has taken a call.
+    With `STARTS_HEADER` the client is informed, within a second or two, that the supervisor has taken a call.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        client: str,
-        *,
-        max_line_bytes: int,
-        reports_starts: bool,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, request: web.Request, client: str) -> None:
         self._dispatcher = dispatcher
+        self._request = request
         self._client = client
-        self._max_line_bytes = max_line_bytes
-        self._reports_starts = reports_starts
+        self._max_line_bytes = _MAX_BYTES_IN_JSON * (protocol.MAX_CODE_BYTES + protocol.MAX_STDIN_BYTES) + 65_536
+        self._reports_starts = STARTS_HEADER in request.headers
         self._num_lines = 0
         self._open: dict[int, asyncio.Future[RunResult]] = {}
         self._begun: dict[int, str | int] = {}  # keys of started calls that are not reported yet
@@ -66,7 +62,6 @@ class RunStream:
         self._gather_timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
         self._line_at = self._written_at = self._reported_at = self._loop.time()
 
     def stop(self) -> None:
@@ -74,10 +69,9 @@ class RunStream:
         self._is_stopping = True
         self._wake.set()
 
-    async def serve(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def serve(self, response: web.StreamResponse) -> None:
         """Return when the client has ended its request and has every answer."""
-        self._transport = request.transport
-        reading = self._loop.create_task(self._read(request))
+        reading = self._loop.create_task(self._read())
         reading.add_done_callback(lambda _: self._wake.set())
         try:
             await response.write(b"\n")  # sends the headers, which a client may wait for before its first call
@@ -118,9 +112,9 @@ class RunStream:
             self._has_room.set()
         return part
 
-    async def _read(self, request: web.Request) -> None:
+    async def _read(self) -> None:
         splitter = LineSplitter(max_line_bytes=self._max_line_bytes)
-        while part := await request.content.readany():
+        while part := await self._request.content.readany():
             for line in splitter.feed(part):
                 self._take(line)
                 if self._num_lines % _NUM_AT_ONCE == 0:
@@ -174,8 +168,8 @@ class RunStream:
         """Queue a line. The lines of one turn of the event loop leave in one write, and under load those of several turns."""
         self._outgoing.append(line)
         self._outgoing_bytes += len(line)
-        if self._outgoing_bytes > MAX_UNREAD_BYTES and self._transport is not None:
-            self._transport.abort()
+        if self._outgoing_bytes > MAX_UNREAD_BYTES and self._request.transport is not None:
+            self._request.transport.abort()
         if len(self._open) < _NUM_BUSY:
             self._wake.set()
         elif self._gather_timer is None:

@@ -48,11 +48,7 @@ class TreeStatus:
             except PermissionError:  # /proc may hide a process that changed its credentials
                 continue
         return cls(
-            taken_at=time.monotonic(),
-            cpu_s=cpu_s,
-            num_running=num_running,
-            anonymous_bytes=anonymous_bytes,
-            pids=tuple(pids),
+            taken_at=time.monotonic(), cpu_s=cpu_s, num_running=num_running, anonymous_bytes=anonymous_bytes, pids=tuple(pids)
         )
 
     def holds_too_much(self, memory_mib: int) -> bool:

@@ -14,16 +14,7 @@ from pydantic_core import PydanticSerializationError
 
 from strop.deadline import clock_stopped
 from strop.errors import DeadlineExceeded, LinkBroken, MachineError, Overloaded, SessionLost, StropError, UserError
-from strop.sandbox.client.service import (
-    CONNECTION_ERRORS,
-    SILENCE_S,
-    Call,
-    Notice,
-    Patience,
-    Service,
-    backoff_s,
-    log_notice,
-)
+from strop.sandbox.client_service import CONNECTION_ERRORS, SILENCE_S, Call, Notice, Service, backoff_s, log_notice
 from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
 from strop.sandbox.protocol import (
     AsyncContext,
@@ -78,10 +69,10 @@ class SandboxClient(AsyncContext, CodeService):
         connect_s: float = 5.0,
         notice: Notice = log_notice,
     ) -> None:
-        self._patience = Patience(patience_s=patience_s, reconnect_s=reconnect_s, connect_s=connect_s)
+        self._patience_s = patience_s
         self._client = client or uuid.uuid4().hex
         self._services = [
-            Service(one, token=token, client=self._client, patience=self._patience, notice=notice)
+            Service(one, token=token, client=self._client, reconnect_s=reconnect_s, connect_s=connect_s, notice=notice)
             for one in ([url] if isinstance(url, str) else url)
         ]
         self._homes: dict[str, Service] = {}  # of sessions
@@ -110,10 +101,10 @@ class SandboxClient(AsyncContext, CodeService):
         self._num_calls += 1
         try:
             with clock_stopped() as clock:
-                async with asyncio.timeout(self._patience.patience_s):
+                async with asyncio.timeout(self._patience_s):
                     return await self._run(Call(key=key, id=request.id, line=line, clock=clock), home)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no code service answered a call within {self._patience.patience_s:g} s") from error
+            raise DeadlineExceeded(f"no code service answered a call within {self._patience_s:g} s") from error
         except SessionLost:
             self._forget(request.session)
             raise
@@ -255,10 +246,6 @@ class SandboxClient(AsyncContext, CodeService):
 
     # Which service, and for how long
 
-    @property
-    def _are_several(self) -> bool:
-        return len(self._services) > 1
-
     @staticmethod
     def _best(services: Iterable[Service], *, for_session: bool = False) -> Service:
         """The least loaded one that works, as far as is known."""
@@ -287,7 +274,7 @@ class SandboxClient(AsyncContext, CodeService):
         service.note_error(error)
         self._raise_if_all_lost()
         now = asyncio.get_running_loop().time()
-        if isinstance(error, Overloaded) and now - started_at > self._patience.patience_s:
+        if isinstance(error, Overloaded) and now - started_at > self._patience_s:
             raise error
         await asyncio.sleep((service.retry_at if has_home else min(one.retry_at for one in self._services)) - now)
 
@@ -332,13 +319,13 @@ class SandboxClient(AsyncContext, CodeService):
     def _home(self, session: str) -> Service:
         if (home := self._homes.get(session)) is not None:
             return home
-        if self._are_several:
+        if len(self._services) > 1:
             raise SessionLost(f"session {session!r} is lost, was closed, or was not opened by this client")
         return self._services[0]  # of another client, perhaps
 
     def _require_home(self, home: Service | None) -> None:
         """Raise `SessionLost` for the service of a session that is lost, if there are others. The only one may come back."""
-        if home is not None and self._are_several and home.lost_s > SILENCE_S:
+        if home is not None and len(self._services) > 1 and home.lost_s > SILENCE_S:
             raise SessionLost(f"the session is lost with the code service at {home.url}")
 
     def _forget(self, session: str) -> None:
@@ -355,7 +342,13 @@ class SandboxClient(AsyncContext, CodeService):
             # A line without its end is lost with the rest of the reply.
             while (line := await asyncio.wait_for(response.content.readline(), SILENCE_S)).endswith(b"\n"):
                 if line.strip():
-                    yield _verdict(line)
+                    try:
+                        read = _VERDICT.validate_json(line)
+                    except ValidationError as error:
+                        raise MachineError(f"the code service sent a line that is no verdict: {line!r:.100}") from error
+                    if isinstance(read, ErrorLine):
+                        raise read.error.exception()
+                    yield read
 
 
 @contextlib.asynccontextmanager
@@ -378,13 +371,3 @@ async def open_services(
                         " or lower sandbox.min_level."
                     )
         yield client
-
-
-def _verdict(line: bytes) -> VerdictLine:
-    try:
-        read = _VERDICT.validate_json(line)
-    except ValidationError as error:
-        raise MachineError(f"the code service sent a line that is no verdict: {line!r:.100}") from error
-    if isinstance(read, ErrorLine):
-        raise read.error.exception()
-    return read

@@ -63,15 +63,6 @@ _ANSWER: TypeAdapter[ResultLine | StartLine | ErrorLine] = TypeAdapter(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long what is tried again, in seconds. `SandboxClient` describes each."""
-
-    patience_s: float
-    reconnect_s: float
-    connect_s: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
     """One run.
@@ -93,14 +84,17 @@ class Service:
 
     Args:
         client: the name of the client in the queue of the service.
+        reconnect_s, connect_s, notice: as for `SandboxClient`.
     """
 
-    def __init__(self, url: str, *, token: str | None, client: str, patience: Patience, notice: Notice) -> None:
+    def __init__(
+        self, url: str, *, token: str | None, client: str, reconnect_s: float, connect_s: float, notice: Notice
+    ) -> None:
         self.notice = notice
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8517.")
-        self.patience = patience
+        self._reconnect_s, self._connect_s = reconnect_s, connect_s
         self.num_slots = 1
         self.num_calls = 0  # of this client, under way
         self.num_sessions = 0  # of this client
@@ -342,7 +336,7 @@ class Service:
     @property
     def limit_s(self) -> float:
         """How long it may be lost."""
-        return self.patience.reconnect_s if self._was_up or isinstance(self._error, NoNodes) else self.patience.connect_s
+        return self._reconnect_s if self._was_up or isinstance(self._error, NoNodes) else self._connect_s
 
     def loss(self) -> StropError:
         """The final error. A wrong address is a mistake of the user; a service that did answer before is not."""
