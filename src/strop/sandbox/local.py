@@ -172,7 +172,23 @@ class LocalSandbox(AsyncContext, CodeService):
         Args:
             begin: called when the supervisor takes the call, and once more if it dies and another one takes it.
         """
-        return await (self._run_cell if request.session else self._run_program)(request, client, begin)
+        arrived_at = asyncio.get_running_loop().time()
+        if request.session:
+            return await self._run_cell(request, client, begin, arrived_at)
+        failure: MachineError | None = None
+        while True:
+            try:
+                return await self._run_once(request, (client, False), begin, arrived_at, is_retry=failure is not None)
+            except NodeGone:
+                continue  # it was not sent
+            except MachineError as error:
+                if failure is None and isinstance(error, NoNodes):
+                    raise
+                if failure is not None or self._is_closed:  # it may have run, so the caller must not send it again
+                    reason = str(error) if failure is None else f"{failure}; then {error}"
+                    return RunResult.not_run(RunOutcome.INTERNAL, reason, level=self.level)
+                failure = error
+                self.num_retries += 1
 
     async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
         require_verifiable(request)
@@ -231,25 +247,7 @@ class LocalSandbox(AsyncContext, CodeService):
 
     # Calls of the supervisor
 
-    async def _run_program(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
-        arrived_at = asyncio.get_running_loop().time()
-        failure: MachineError | None = None
-        while True:
-            try:
-                return await self._run_once(request, (client, False), begin, arrived_at, is_retry=failure is not None)
-            except NodeGone:
-                continue  # it was not sent
-            except MachineError as error:
-                if failure is None and isinstance(error, NoNodes):
-                    raise
-                if failure is not None or self._is_closed:  # it may have run, so the caller must not send it again
-                    reason = str(error) if failure is None else f"{failure}; then {error}"
-                    return RunResult.not_run(RunOutcome.INTERNAL, reason, level=self.level)
-                failure = error
-                self.num_retries += 1
-
-    async def _run_cell(self, request: RunRequest, client: str, begin: Callable[[], None]) -> RunResult:
-        arrived_at = asyncio.get_running_loop().time()
+    async def _run_cell(self, request: RunRequest, client: str, begin: Callable[[], None], arrived_at: float) -> RunResult:
         async with self._turn(request.session) as session:
             try:
                 return await self._run_once(request, (client, True), begin, arrived_at, session=session)
