@@ -80,7 +80,7 @@ class SandboxClient(AsyncContext, CodeService):
         self._num_calls = 0  # without an answer
         self._streams: dict[Service, asyncio.Task[None]] = {}  # keep one open to each service while there are calls
         self._untried = set(self._services)
-        self._waiting: list[asyncio.Future[None]] = []  # calls that wait for a stream
+        self._turn: asyncio.Future[StropError | None] | None = None  # for which calls wait that need a stream
         self._closed: MachineError | None = None
 
     async def run(self, request: RunRequest) -> RunResult:
@@ -209,9 +209,9 @@ class SandboxClient(AsyncContext, CodeService):
             if home is None and not self._untried and (open_ones := [each for each in self._services if each.has_stream]):
                 return self._best(open_ones)
             self._require_home(home)
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
+            self._turn = self._turn or asyncio.get_running_loop().create_future()
+            if (error := await asyncio.shield(self._turn)) is not None:
+                raise type(error)(*error.args)
 
     async def _keep_stream(self, service: Service) -> None:
         """Keep a stream to the service open while there are calls."""
@@ -235,14 +235,9 @@ class SandboxClient(AsyncContext, CodeService):
 
     def _wake(self, error: StropError | None = None) -> None:
         """Let the calls that wait look again for a stream, or raise `error`."""
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if turn.done():
-                continue
-            if error is None:
-                turn.set_result(None)
-            else:
-                turn.set_exception(type(error)(*error.args))
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.set_result(error)
 
     # Which service, and for how long
 

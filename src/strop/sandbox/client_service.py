@@ -111,7 +111,6 @@ class Service:
         self._room = asyncio.Semaphore(_MAX_UNDER_WAY)
         self._outgoing: list[bytes] = []
         self._wake = asyncio.Event()  # sends what is outgoing
-        self._batch_timer: asyncio.TimerHandle | None = None
         self._to_cancel: list[str] = []
         self._cancelling: asyncio.Task[None] | None = None
 
@@ -167,7 +166,7 @@ class Service:
     async def stream(self, on_open: Callable[[], None]) -> None:
         """Take calls, from `on_open` until the service ends the stream. Raises `LinkBroken`, or as `request`, if it is lost."""
         await self.health()
-        self._outgoing, self._wake, self._batch_timer = [b"\n"], asyncio.Event(), None  # the line sends the headers
+        self._outgoing, self._wake = [b"\n"], asyncio.Event()  # the line sends the headers
         self._wake.set()
         lines = self._lines(self._outgoing, self._wake)
         try:
@@ -218,19 +217,16 @@ class Service:
         self._outgoing.append(line)
         if self.num_calls < _NUM_BUSY or len(self._outgoing) >= _BATCH:
             self._wake.set()
-        elif self._batch_timer is None:
-            self._batch_timer = asyncio.get_running_loop().call_later(BATCH_S, self._wake.set)
+        elif len(self._outgoing) == 1:
+            asyncio.get_running_loop().call_later(BATCH_S, self._wake.set)
 
     async def _lines(self, outgoing: list[bytes], wake: asyncio.Event) -> AsyncIterator[bytes]:
         while True:
             await wake.wait()
             wake.clear()
-            if self._batch_timer is not None:
-                self._batch_timer.cancel()
-                self._batch_timer = None
-            part = b"".join(outgoing)
-            outgoing.clear()
-            yield part
+            if part := b"".join(outgoing):
+                outgoing.clear()
+                yield part
 
     async def _read(self, content: Any) -> None:
         splitter = LineSplitter(max_line_bytes=_MAX_LINE_BYTES)

@@ -68,7 +68,6 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._outgoing: list[bytes] = []
-        self._flush_timer: asyncio.TimerHandle | None = None
         self.num_heard = 0  # parts of messages
 
     @classmethod
@@ -80,9 +79,9 @@ class Link(asyncio.Protocol):
     def send(self, message: object, *, within_s: float = 0.0) -> None:
         """Queue it; the messages of one turn of the event loop, or of `within_s`, leave in one write."""
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if not self._outgoing:
+            self._loop.call_later(within_s, self._flush)
         self._outgoing += (_HEADER.pack(len(body)), body)
-        if self._flush_timer is None:
-            self._flush_timer = self._loop.call_later(within_s, self._flush)
 
     def close(self) -> None:
         """Send what is queued, then hang up. Safe to call twice."""
@@ -117,9 +116,6 @@ class Link(asyncio.Protocol):
         self._on_lost("the peer hung up" if error is None else f"the connection failed: {error}")
 
     def _flush(self) -> None:
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
-            self._flush_timer = None
         if self._outgoing and self._transport is not None:
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()

@@ -280,11 +280,11 @@ class ProcessVerifier:
         return process.end()
 
 
-class _Process:
-    """A process that runs `inside.verify`, and the pipes to it."""
+class _Process(subprocess.Popen[bytes]):
+    """A process that runs `inside.verify`."""
 
     def __init__(self) -> None:
-        self._popen = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-P", _BOOT, "verify"],  # -P: do not import from the folder of the script
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -292,38 +292,30 @@ class _Process:
             start_new_session=True,  # a terminal's Ctrl-C does not reach it
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
-        self.pid = self._popen.pid
 
     def ask(self, question: bytes, limit_s: float) -> bytes:
         """The answer; empty if the process is gone. Raises `TimeoutError`, and kills it then."""
-        assert self._popen.stdin is not None
+        assert self.stdin is not None
         try:
-            self._popen.stdin.write(question)
-            self._popen.stdin.flush()
+            self.stdin.write(question)
+            self.stdin.flush()
         except OSError:
             return b""
         return self.read_line(limit_s)
 
     def read_line(self, limit_s: float) -> bytes:
         """The next line; as `ask`."""
-        assert self._popen.stdout is not None
+        assert self.stdout is not None
         deadline, timer = time.monotonic() + limit_s, threading.Timer(limit_s, self.kill)
         timer.start()
-        line: bytes = self._popen.stdout.readline()
+        line = self.stdout.readline()
         timer.cancel()
         if not line and time.monotonic() >= deadline:
             raise TimeoutError
         return line.rstrip(b"\n")
 
-    def kill(self) -> None:
-        self._popen.kill()
-
     def end(self) -> int:
         """Kill it if it is still running; its exit status, a signal as its negative. Safe to call twice."""
-        self._popen.kill()  # the status of a process that ended by itself stays what it was
-        status = self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        return status
+        self.kill()  # the status of a process that ended by itself stays what it was
+        self.communicate()  # closes the pipes
+        return self.returncode

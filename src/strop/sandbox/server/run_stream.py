@@ -59,7 +59,6 @@ class RunStream:
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._gather_timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
         self._line_at = self._written_at = self._reported_at = self._loop.time()
@@ -97,9 +96,6 @@ class RunStream:
         await self._wake.wait()
         timer.cancel()
         self._wake.clear()
-        if self._gather_timer is not None:
-            self._gather_timer.cancel()
-            self._gather_timer = None
 
     def _next_part(self) -> bytes:
         self._report_starts()
@@ -172,8 +168,8 @@ class RunStream:
             self._request.transport.abort()
         if len(self._open) < _NUM_BUSY:
             self._wake.set()
-        elif self._gather_timer is None:
-            self._gather_timer = self._loop.call_later(_GATHER_S, self._wake.set)
+        elif len(self._outgoing) == 1:
+            self._loop.call_later(_GATHER_S, self._wake.set)
 
 
 async def start_lines(request: web.Request) -> web.StreamResponse:

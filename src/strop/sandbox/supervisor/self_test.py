@@ -30,11 +30,11 @@ from strop.sandbox.supervisor.attacks import CHECKS, MAX_PROCESSES, CheckResult,
 from strop.sandbox.supervisor.directories import Directory
 
 _NAME = "STROP_CANARY"
-_MEMORY_MIB, _FILE_MIB = 64, 1  # limits of the attacks
+_MEMORY_MIB, _FILE_MIB = 64, 1
+_LIMITS: dict[str, Any] = {"wall_s": 10.0, "memory_mib": _MEMORY_MIB, "file_mib": _FILE_MIB}  # 0.2 s on an idle machine
 _MOST_DISK_BYTES = 256 << 20  # that a private /tmp may hold; an attack that reserves so much got through
 _TOGETHER_S = (0.1, 0.5, 2.5)  # how long two programs look for each other, until both were seen; longer on a busy machine
 _GONE_WITHIN_S = 0.25  # after the reply: what a call started
-_WALL_S = 10.0  # 0.2 s on an idle machine
 _Run = Callable[[RunRequest], Awaitable[RunResult]]
 
 
@@ -73,11 +73,12 @@ class Canaries:
         os.environ.pop(_NAME, None)
 
     @property
-    def addresses(self) -> dict[str, int | str]:
-        """The address of each listener, as the attacks expect it."""
+    def places(self) -> dict[str, int | str]:
+        """The secret, the files and the address of each listener, as the attacks expect them."""
         ports = {name: self._listeners[name].getsockname()[1] for name in ("tcp", "udp")}
-        paths = {"unix": str(self.directory / "stream"), "datagram": str(self.directory / "datagram")}
-        return {**ports, **paths, "abstract": self.secret}
+        files = {"file": self.file, "directory": self.directory}
+        files |= {"unix": self.directory / "stream", "datagram": self.directory / "datagram"}
+        return {**ports, **{name: str(path) for name, path in files.items()}, "canary": self.secret, "abstract": self.secret}
 
     def called(self) -> set[str]:
         """The listeners that were reached since the last call."""
@@ -163,23 +164,10 @@ async def run_self_test(run: _Run, claimed: IsolationLevel, *, canaries: Canarie
         MachineError: from `run`.
     """
     started_at = time.monotonic()
-    evidence = await _attack(run, claimed, canaries)
-    probes = tuple(check.judge(evidence) for check in CHECKS)
-    return SelfTestReport(claimed=claimed, probes=probes, seconds=time.monotonic() - started_at)
-
-
-async def _attack(run: _Run, claimed: IsolationLevel, canaries: Canaries) -> Evidence:
     mark = f"strop{secrets.token_hex(4)}"  # names of processes have room for 15 characters
     left, right, daemon = (f"{mark}{letter}" for letter in "abd")
     fills_disk = claimed.rank >= IsolationLevel.NAMESPACES.rank  # below it the disk is everyone's
     evidence = Evidence()
-    reach = {
-        **canaries.addresses,
-        "canary": canaries.secret,
-        "file": str(canaries.file),
-        "directory": str(canaries.directory),
-        "supervisor": os.getpid(),
-    }
     bounds = {
         "memory_bytes": 4 * _MEMORY_MIB << 20,
         "file_bytes": _FILE_MIB << 20,
@@ -194,13 +182,10 @@ async def _attack(run: _Run, claimed: IsolationLevel, canaries: Canaries) -> Evi
     async def meet() -> None:
         for seconds in _TOGETHER_S:
             watch = asyncio.create_task(_watch((left, right), evidence))
-            arguments = ({"mine": left, "other": right}, {"mine": right, "other": left})
             try:
                 await asyncio.gather(
-                    *(
-                        _run_attack(run, evidence, name, attacks.NEIGHBOUR, {**names, "seconds": seconds})
-                        for name, names in zip(("left", "right"), arguments, strict=True)
-                    )
+                    _run_attack(run, evidence, "left", attacks.NEIGHBOUR, {"mine": left, "other": right, "seconds": seconds}),
+                    _run_attack(run, evidence, "right", attacks.NEIGHBOUR, {"mine": right, "other": left, "seconds": seconds}),
                 )
             finally:
                 watch.cancel()
@@ -210,27 +195,18 @@ async def _attack(run: _Run, claimed: IsolationLevel, canaries: Canaries) -> Evi
     await asyncio.gather(
         meet(),
         leave_daemon(),
-        _run_attack(run, evidence, "reach", attacks.REACH, reach),
+        _run_attack(run, evidence, "reach", attacks.REACH, {**canaries.places, "supervisor": os.getpid()}),
         _run_attack(run, evidence, "bounds", attacks.BOUNDS, bounds, max_processes=MAX_PROCESSES),
     )
     evidence.called = canaries.called()
-    return evidence
+    probes = tuple(check.judge(evidence) for check in CHECKS)
+    return SelfTestReport(claimed=claimed, probes=probes, seconds=time.monotonic() - started_at)
 
 
 async def _run_attack(
     run: _Run, evidence: Evidence, name: str, code: str, given: Mapping[str, Any], *, max_processes: int = 4 * MAX_PROCESSES
 ) -> None:
-    result = await run(
-        RunRequest(
-            code=code,
-            stdin=json.dumps(given),
-            wall_s=_WALL_S,
-            memory_mib=_MEMORY_MIB,
-            file_mib=_FILE_MIB,
-            max_processes=max_processes,
-            profile="bare",
-        )
-    )
+    result = await run(RunRequest(code=code, stdin=json.dumps(given), max_processes=max_processes, profile="bare", **_LIMITS))
     evidence.failures.pop(name, None)
     try:
         if result.outcome is not RunOutcome.STDOUT:
