@@ -17,6 +17,7 @@ from strop.errors import DeadlineExceeded, LinkBroken, MachineError, Overloaded,
 from strop.sandbox.client_service import CONNECTION_ERRORS, SILENCE_S, Call, Notice, Service, backoff_s, log_notice
 from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
 from strop.sandbox.protocol import (
+    NUM_PAIRS,
     AsyncContext,
     CodeService,
     IsolationLevel,
@@ -29,7 +30,6 @@ from strop.sandbox.protocol import (
 )
 from strop.sandbox.server.ndjson import ErrorLine, Health, RunLine, SessionReply, VerdictLine
 
-_NUM_PAIRS = 32  # that a service compares in one slot
 _CELL_RETURN_S = 60.0  # the service caches an answer for twice as long; later a cell might run twice
 
 _VERIFY: TypeAdapter[VerifyRequest] = TypeAdapter(VerifyRequest)
@@ -72,7 +72,7 @@ class SandboxClient(AsyncContext, CodeService):
         self._patience_s = patience_s
         self._client = client or uuid.uuid4().hex
         self._services = [
-            Service(one, token=token, client=self._client, reconnect_s=reconnect_s, connect_s=connect_s, notice=notice)
+            Service(one, token=token, name=self._client, reconnect_s=reconnect_s, connect_s=connect_s, notice=notice)
             for one in ([url] if isinstance(url, str) else url)
         ]
         self._homes: dict[str, Service] = {}  # of sessions
@@ -117,7 +117,7 @@ class SandboxClient(AsyncContext, CodeService):
         started_at = asyncio.get_running_loop().time()
         while rest := [index for index in range(len(request.pairs)) if index not in verdicts]:
             asked = VerifyRequest(pairs=tuple(request.pairs[index] for index in rest), pair_wall_s=request.pair_wall_s)
-            service, num_slots = self._best(self._services), -(-len(rest) // _NUM_PAIRS)
+            service, num_slots = self._best(self._services), -(-len(rest) // NUM_PAIRS)
             service.num_calls += num_slots
             try:
                 async for line in self._verdicts(service, asked):
@@ -347,9 +347,7 @@ class SandboxClient(AsyncContext, CodeService):
 
 
 @contextlib.asynccontextmanager
-async def open_services(
-    config: SandboxConfig, token: str | None, *, notice: Notice = log_notice
-) -> AsyncIterator[SandboxClient]:
+async def open_services(config: SandboxConfig, token: str | None, notice: Notice = log_notice) -> AsyncIterator[SandboxClient]:
     """Open the services of `config.url`. Raises `UserError` if one has another token, or a level below `config.min_level`."""
     async with SandboxClient(config.url, token=token, notice=notice) as client:
         for url, health in (await client.health()).items():

@@ -83,13 +83,11 @@ class Service:
     """Belongs to one event loop.
 
     Args:
-        client: the name of the client in the queue of the service.
+        name: of the client in the queue of the service.
         reconnect_s, connect_s, notice: as for `SandboxClient`.
     """
 
-    def __init__(
-        self, url: str, *, token: str | None, client: str, reconnect_s: float, connect_s: float, notice: Notice
-    ) -> None:
+    def __init__(self, url: str, *, token: str | None, name: str, reconnect_s: float, connect_s: float, notice: Notice) -> None:
         self.notice = notice
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
@@ -104,7 +102,7 @@ class Service:
         self.retry_at = 0.0  # other services are preferred until then
         self.num_failures = 0  # since it last worked
         self._error: Exception | None = None  # the last one
-        self._headers = {CLIENT_HEADER: client, STARTS_HEADER: "1"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._headers = {CLIENT_HEADER: name, STARTS_HEADER: "1"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
         self._was_up = False  # it has answered a request
         self._calls: dict[int, tuple[Call, asyncio.Future[RunResult]]] = {}  # of the stream

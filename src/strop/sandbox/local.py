@@ -9,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from strop.deadline import clock_stopped
 from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, SessionLost, UserError
 from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
 from strop.sandbox.node_process import Spawn, spawn_node
 from strop.sandbox.protocol import (
+    NUM_PAIRS,
     AnswerPair,
     AsyncContext,
     CodeNode,
@@ -36,11 +37,11 @@ from strop.sandbox.protocol import (
 
 _log = logging.getLogger(__name__)
 _ItemT = TypeVar("_ItemT")
+_Found: TypeAlias = asyncio.Queue[tuple[int, PairVerdict] | Exception]
 
 _LEASE_SLACK_S = 60.0  # the supervisor ends a session at its lease; its entry here goes so much later
 _CHECK_S = 0.1  # how often slots that the supervisor has gained, and what is late, are looked for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a supervisor is started again; doubles with each start that fails
-NUM_PAIRS = 32  # in one call and one child: more would amortise the fork better, but wait longer for a pair that hangs
 
 
 class FairQueue(Generic[_ItemT]):
@@ -193,7 +194,7 @@ class LocalSandbox(AsyncContext, CodeService):
     async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
         require_verifiable(request)
         await self.start()
-        found: asyncio.Queue[tuple[int, PairVerdict] | Exception] = asyncio.Queue()
+        found: _Found = asyncio.Queue()
         pairs = [(index, pair) for index, pair in enumerate(request.pairs) if is_readable(pair)]
         for index in set(range(len(request.pairs))) - {index for index, _ in pairs}:
             found.put_nowait((index, PairVerdict.UNREADABLE))
@@ -273,13 +274,7 @@ class LocalSandbox(AsyncContext, CodeService):
             result = await node.run(request)
         return replace(result, node=node.name, timings=replace(result.timings, queue_s=result.timings.queue_s + queue_s))
 
-    async def _judge(
-        self,
-        pairs: dict[int, AnswerPair],
-        pair_wall_s: float,
-        client: str,
-        found: asyncio.Queue[tuple[int, PairVerdict] | Exception],
-    ) -> None:
+    async def _judge(self, pairs: dict[int, AnswerPair], pair_wall_s: float, client: str, found: _Found) -> None:
         """Put a verdict on each pair into `found`; an error instead if there is none to come."""
         num_failures = 0
         while pairs and num_failures < 2:

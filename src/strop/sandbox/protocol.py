@@ -252,6 +252,7 @@ MAX_FILE_MIB = 4096
 MAX_OUTPUT_BYTES = 8_000_000
 MAX_LEASE_S = 86_400.0
 MAX_CASES = 1024  # tests of one program
+NUM_PAIRS = 32  # in one call and one child: more would amortise the fork better, but wait longer for a pair that hangs
 _MAX_ANSWER_BYTES = 65_536  # a longer answer to verify is unreadable
 _MAX_WORD_BYTES = 256
 _PROFILES = ("bare", "numpy", "full")  # of programs

@@ -104,11 +104,9 @@ class VerifyChild:
         self._loop = asyncio.get_running_loop()
         self._child, self._on_end = child, on_end
         self._rest = b""
-        self._is_ready = False
-        self._is_late = False
+        self._is_ready = self._is_late = self.has_started = False
         self._ended = asyncio.Event()
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()  # what it emits, line by line; None at its end
-        self.has_started = False
 
     async def judge(self, pairs: Sequence[AnswerPair], pair_wall_s: float) -> AsyncGenerator[PairVerdict]:
         """Yield the verdicts in order, until it is done, gone, or late with one."""

@@ -160,9 +160,8 @@ _OTHERS = (
     "sched_setaffinity 203 sched_setattr 314 sched_setparam 142 sched_setscheduler 144 setpgid 109 setpriority 141 "
     "setrlimit 160 setsid 112 setsockopt 54 socket 41 socketpair 53 unshare 272"
 )
-_WORDS = " ".join(
-    (*_REFUSED_CALLS.values(), _ATTRIBUTES_OF_OWN, _ATTRIBUTES_OF_WRITABLE, _MAILBOXES, _SIGNALS, _OTHERS)
-).split()
+_GROUPS = (*_REFUSED_CALLS.values(), _ATTRIBUTES_OF_OWN, _ATTRIBUTES_OF_WRITABLE, _MAILBOXES, _SIGNALS, _OTHERS)
+_WORDS = " ".join(_GROUPS).split()
 _NUMBERS = dict(zip(_WORDS[::2], map(int, _WORDS[1::2]), strict=True))
 _FIRST_UNKNOWN = 470  # Linux 6.18 ends at 469
 

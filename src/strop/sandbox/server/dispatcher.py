@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from strop.errors import MachineError, NoNodes, Overloaded, SessionLost
-from strop.sandbox.local import NUM_PAIRS, LocalSandbox
+from strop.sandbox.local import LocalSandbox
 from strop.sandbox.protocol import (
+    NUM_PAIRS,
     AsyncContext,
     CodeRunner,
     CodeService,

@@ -272,37 +272,36 @@ def namespaces_of(pid: int) -> Namespaces:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Holds if an error stopped each of the `attempts` of its first program, or as `decide` says."""
+    """Holds as `decide` says, if its programs printed what they found."""
 
     name: str
     shows: str
     level: IsolationLevel
+    decide: Callable[[Evidence], Decision]
     programs: tuple[str, ...] = ("reach",)
-    attempts: tuple[str, ...] = ()
-    decide: Callable[[Evidence], Decision] | None = None
 
     def judge(self, evidence: Evidence) -> CheckResult:
         failures = [evidence.failures[program] for program in self.programs if program in evidence.failures]
-        if failures:
-            held, detail = False, "; ".join(failures)
-        elif self.decide is not None:
-            held, detail = self.decide(evidence)
-        else:
-            held, detail = _all_stopped(evidence.facts[self.programs[0]], self.attempts)
+        held, detail = (False, "; ".join(failures)) if failures else self.decide(evidence)
         return CheckResult(name=self.name, shows=self.shows, level=self.level, held=held, detail=detail)
 
 
-def _all_stopped(facts: Mapping[str, Any], attempts: Sequence[str]) -> Decision:
-    errors = {name: facts.get(name, 0) for name in attempts}  # no answer is no proof
-    if through := [name for name, number in errors.items() if not number]:
-        return False, f"got through: {', '.join(through)}"
-    return True, ", ".join(f"{name}: {errno.errorcode.get(number, number)}" for name, number in errors.items())
+def _stopped(*attempts: str, program: str = "reach") -> Callable[[Evidence], Decision]:
+    """Holds if an error stopped each of the attempts."""
+
+    def decide(evidence: Evidence) -> Decision:
+        errors = {name: evidence.facts[program].get(name, 0) for name in attempts}  # no answer is no proof
+        if through := [name for name, number in errors.items() if not number]:
+            return False, f"got through: {', '.join(through)}"
+        return True, ", ".join(f"{name}: {errno.errorcode.get(number, number)}" for name, number in errors.items())
+
+    return decide
 
 
 def _network(evidence: Evidence) -> Decision:
     if evidence.called:
         return False, f"reached our listener: {', '.join(sorted(evidence.called))}"
-    return _all_stopped(evidence.facts["reach"], ("tcp", "udp", "unix", "abstract", "datagram"))
+    return _stopped("tcp", "udp", "unix", "abstract", "datagram")(evidence)
 
 
 def _environment(evidence: Evidence) -> Decision:
@@ -367,29 +366,29 @@ def _apart(pairs: Sequence[tuple[Namespaces, Namespaces]], kinds: tuple[str, ...
 
 _L3, _L2, _L1, _L0 = IsolationLevel
 _BOUNDS, _NEIGHBOURS = ("bounds",), ("left", "right")
-_TO_OTHERS = ("limits_of_others", "priority_of_others")
-_PRIVILEGES = ("unshare", "mount", "setns", "io_uring", "become_root")
+_TO_OTHERS = _stopped("limits_of_others", "priority_of_others")
+_PRIVILEGES = _stopped("unshare", "mount", "setns", "io_uring", "become_root")
 
 CHECKS = (
-    Check("environment", "nothing of our environment is inherited", _L0, decide=_environment),
-    Check("memory", "memory is limited", _L0, _BOUNDS, ("memory", "mapping")),
-    Check("file size", "no file grows past its limit", _L0, _BOUNDS, ("file",)),
-    Check("read", "files that are not listed cannot be read", _L1, attempts=("read",)),
-    Check("write", "nothing outside its directory changes", _L1, attempts=("write", "truncate", "create", "chmod")),
-    Check("environ of others", "/proc gives no environment away", _L1, attempts=("environ",)),
-    Check("signals", "no signal reaches the service", _L1, attempts=("signal",)),
-    Check("tracing", "no process of the service is traced or read", _L1, attempts=("trace", "memory_of_others")),
-    Check("limits of others", "no other process is slowed down or limited", _L1, attempts=_TO_OTHERS),
-    Check("own limits", "no limit can be raised", _L1, attempts=("raise_processes", "raise_memory")),
-    Check("network", "no listener is reached: TCP, UDP, unix, abstract", _L1, decide=_network),
-    Check("privileges", "no namespace, mount, io_uring or root is available", _L1, attempts=_PRIVILEGES),
-    Check("foreign ABI", "no other ABI avoids the filter", _L1, attempts=("foreign_abi",)),
-    Check("fork bomb", "the number of processes is limited", _L1, _BOUNDS, decide=_processes),
-    Check("daemon", "nothing outlives its call", _L1, ("daemon",), decide=_daemon),
-    Check("neighbours", "files of another call are out of sight", _L1, _NEIGHBOURS, decide=_neighbour),
-    Check("host files", "the host's files are out of sight", _L2, attempts=("sight",)),
-    Check("processes of others", "it has its own pid namespace", _L2, decide=_own_processes),
-    Check("disk", "/tmp is private and limited", _L2, _BOUNDS, decide=_disk),
-    Check("namespaces", "it shares no namespace with us", _L2, _NEIGHBOURS, decide=_apart_from_us),
-    Check("fresh namespaces", "two calls share no namespace", _L3, _NEIGHBOURS, decide=_apart_from_all),
+    Check("environment", "nothing of our environment is inherited", _L0, _environment),
+    Check("memory", "memory is limited", _L0, _stopped("memory", "mapping", program="bounds"), _BOUNDS),
+    Check("file size", "no file grows past its limit", _L0, _stopped("file", program="bounds"), _BOUNDS),
+    Check("read", "files that are not listed cannot be read", _L1, _stopped("read")),
+    Check("write", "nothing outside its directory changes", _L1, _stopped("write", "truncate", "create", "chmod")),
+    Check("environ of others", "/proc gives no environment away", _L1, _stopped("environ")),
+    Check("signals", "no signal reaches the service", _L1, _stopped("signal")),
+    Check("tracing", "no process of the service is traced or read", _L1, _stopped("trace", "memory_of_others")),
+    Check("limits of others", "no other process is slowed down or limited", _L1, _TO_OTHERS),
+    Check("own limits", "no limit can be raised", _L1, _stopped("raise_processes", "raise_memory")),
+    Check("network", "no listener is reached: TCP, UDP, unix, abstract", _L1, _network),
+    Check("privileges", "no namespace, mount, io_uring or root is available", _L1, _PRIVILEGES),
+    Check("foreign ABI", "no other ABI avoids the filter", _L1, _stopped("foreign_abi")),
+    Check("fork bomb", "the number of processes is limited", _L1, _processes, _BOUNDS),
+    Check("daemon", "nothing outlives its call", _L1, _daemon, ("daemon",)),
+    Check("neighbours", "files of another call are out of sight", _L1, _neighbour, _NEIGHBOURS),
+    Check("host files", "the host's files are out of sight", _L2, _stopped("sight")),
+    Check("processes of others", "it has its own pid namespace", _L2, _own_processes),
+    Check("disk", "/tmp is private and limited", _L2, _disk, _BOUNDS),
+    Check("namespaces", "it shares no namespace with us", _L2, _apart_from_us, _NEIGHBOURS),
+    Check("fresh namespaces", "two calls share no namespace", _L3, _apart_from_all, _NEIGHBOURS),
 )

@@ -43,13 +43,11 @@ class Cell(Execution):
         super().__init__(interpreter, request, admitted_at=admitted_at)
         self._number = number
         self._nonce = secrets.token_bytes(8)
-        self._stopped_at = 0.0
-        self._began_at = 0.0  # 0 until the session reports it
+        # 0 until it is stopped, until the session reports its begin and its end, and until the other end of its line closes
+        self._stopped_at = self._began_at = self._done_at = self._mute_at = 0.0
         self._num_late_failures = 0
         self._next_cpu_look = self._given_at + _CPU_CHECK_S
         self._done = b""
-        self._done_at = 0.0
-        self._mute_at = 0.0  # 0 while the other end of its line is open
         self._cpu_before_s = self._cpu_done_s = interpreter.status.cpu_s
         if interpreter.ended is not None:
             self._finish()

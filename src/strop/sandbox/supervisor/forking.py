@@ -46,38 +46,28 @@ _OWN_NUMBERS = {0, 1, 2, confine.WAKE}  # descriptors of every session
 _NO_CAPABILITY = {"CapInh": "0000000000000000", "CapPrm": "0000000000000000", "CapEff": "0000000000000000"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Ends:
     """Line and output of a future copy: our ends and its ends."""
 
     line: socket.socket
     output: int
-    their_line: int
-    their_output: int
-    theirs: set[tuple[int, int]]  # device and inode of its ends
+    theirs: tuple[int, int]
+    identities: set[tuple[int, int]]  # device and inode of its ends
 
     @classmethod
-    def open(cls) -> Self:
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            output, their_output = os.pipe2(os.O_CLOEXEC)
-        except OSError:
-            line.close()
-            theirs.close()
-            raise
+    def open(cls, ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> Self:
+        line, their_line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.callback(line.close)
+        theirs.callback(their_line.close)
+        output, their_output = os.pipe2(os.O_CLOEXEC)
+        ours.callback(os.close, output)
+        theirs.callback(os.close, their_output)
         line.setblocking(False)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         os.set_blocking(output, False)
-        identities = {(held.st_dev, held.st_ino) for held in (os.fstat(theirs.fileno()), os.fstat(their_output))}
-        return cls(line=line, output=output, their_line=theirs.detach(), their_output=their_output, theirs=identities)
-
-    def close_theirs(self) -> None:
-        os.close(self.their_line)
-        os.close(self.their_output)
-
-    def close_ours(self) -> None:
-        self.line.close()
-        os.close(self.output)
+        ends = their_line.fileno(), their_output
+        return cls(line, output, ends, {(held.st_dev, held.st_ino) for held in map(os.fstat, ends)})
 
 
 async def fork(origin: Interpreter, *, level: IsolationLevel, helper: NamespaceHelper) -> tuple[Interpreter, Interpreter]:
@@ -111,29 +101,22 @@ class _Fork:
         self._helper = helper
         self._midwife = 0
         self._held: list[int] = []  # questions of other processes
-        self._pidfds: list[int] = []
-        self._statuses: list[ProcessStatus] = []
-        self._ends: list[_Ends] = []
+        self._ours = contextlib.ExitStack()  # what belongs to the copies, if there will be any
 
     async def run(self) -> tuple[Interpreter, Interpreter]:
         try:
-            for _ in range(2):
-                self._ends.append(_Ends.open())
-            try:
+            with contextlib.ExitStack() as theirs:
+                pair = [_Ends.open(self._ours, theirs) for _ in range(2)]
                 drain(self._origin.line)  # late packets of an earlier fork that failed
-                theirs = [end for ends in self._ends for end in (ends.their_line, ends.their_output)]
-                self._origin.send(wire.FORK.pack(wire.LINE_FORK, self._flags), theirs)
-            finally:
-                for ends in self._ends:
-                    ends.close_theirs()
+                self._origin.send(wire.FORK.pack(wire.LINE_FORK, self._flags), [end for ends in pair for end in ends.theirs])
             async with asyncio.TaskGroup() as tasks:
                 failure = tasks.create_task(self._wait_for_failure())
                 answers = tasks.create_task(self._answer())
-                copies = [tasks.create_task(self._prepare_copy(ends)) for ends in self._ends]
+                copies = [tasks.create_task(self._prepare_copy(ends)) for ends in pair]
                 await asyncio.wait([answers, *copies])
                 failure.cancel()
-            self._pidfds = [copy.result() for copy in copies]
-            self._inspect()
+            pidfds = [copy.result() for copy in copies]
+            statuses = self._inspect(pidfds, pair)
         except BaseException as error:
             self._undo()
             if isinstance(error, BaseExceptionGroup):
@@ -142,9 +125,10 @@ class _Fork:
         finally:
             for question in self._held:
                 seccomp.refuse(self._listener, question)
+        self._ours.pop_all()
         first, second = (
             Interpreter(ends.line, ends.output, pidfd, status=status, family=self._origin.family, stem=self._origin)
-            for ends, pidfd, status in zip(self._ends, self._pidfds, self._statuses, strict=True)
+            for ends, pidfd, status in zip(pair, pidfds, statuses, strict=True)
         )
         return first, second
 
@@ -197,7 +181,7 @@ class _Fork:
         if packet[:1] != wire.LINE_BORN:
             raise MachineError("a copy broke the protocol of a fork")
         pidfd = os.pidfd_open(pid)
-        self._pidfds.append(pidfd)
+        self._ours.callback(os.close, pidfd)
         self._check_parent(pid)
         family = self._origin.family
         await self._helper.ask(
@@ -221,20 +205,23 @@ class _Fork:
         if status.get("PPid") not in (str(self._midwife), str(self._origin.pid)) or len(pids) != depth + 1 or pids[-1] != "1":
             raise MachineError("the new process is not a copy")
 
-    def _inspect(self) -> None:
+    def _inspect(self, pidfds: list[int], pair: list[_Ends]) -> list[ProcessStatus]:
         """Step 4. A process without capabilities can gain none, so what this finds stays true."""
-        pids = [pid_of(pidfd) for pidfd in self._pidfds]
-        for pid, ends in zip(pids, self._ends, strict=True):
+        pids = [pid_of(pidfd) for pidfd in pidfds]
+        for pid, ends in zip(pids, pair, strict=True):
             if not _NO_CAPABILITY.items() <= status_of(pid).items():
                 raise MachineError("a copy kept capabilities")
-            if obstacle := _obstacle(pid, own=ends.theirs):
+            if obstacle := _obstacle(pid, own=ends.identities):
                 raise MachineError(f"a copy {obstacle}")
             directory, tmp = f"/proc/{pid}/cwd", f"/proc/{pid}/root/tmp"
             if os.readlink(directory).startswith("/tmp") and os.stat(directory).st_dev != os.stat(tmp).st_dev:
                 raise MachineError("a copy stayed in a directory of its origin")
         self._kill_others(set(pids))
-        for pidfd in self._pidfds:
-            self._statuses.append(ProcessStatus.of(pidfd))
+        statuses = []
+        for pidfd in pidfds:
+            statuses.append(ProcessStatus.of(pidfd))
+            self._ours.callback(statuses[-1].close)
+        return statuses
 
     def _kill_others(self, spared: set[int]) -> None:
         """Kill every process below the session, except `spared` and the processes below those."""
@@ -254,12 +241,7 @@ class _Fork:
 
     def _undo(self) -> None:
         """Kill the midwife and the copies, and let the session go on."""
-        for pidfd in self._pidfds:
-            os.close(pidfd)
-        for ends in self._ends:
-            ends.close_ours()
-        for status in self._statuses:
-            status.close()
+        self._ours.close()
         try:
             self._kill_others(set())
         except (OSError, MachineError):  # unknown processes may be left in it

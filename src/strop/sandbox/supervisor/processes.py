@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from strop.sandbox.inside import seccomp, wire
@@ -180,53 +180,41 @@ class Family:
             self.listener = -1
 
 
+@dataclass(slots=True, eq=False)
 class Interpreter:
-    """One living process. `on_end` is called once, when the process and everything that it started are dead.
+    """One living process. `on_end` is called once, when the process and everything that it started are dead."""
 
-    Args:
-        line: our end of a seqpacket socket to the process.
-        output: what the process prints, in all cells.
-        pidfd: of the process.
-        status: of the process; closed by this object.
-        family: of its session and all copies.
-        stem: the process whose namespaces contain its own; None for a child of a fork server.
-        child: that child; None for a copy.
-    """
+    line: socket.socket  # our end of a seqpacket socket to the process
+    output: int  # what the process prints, in all cells
+    pidfd: int  # of the process
+    _: KW_ONLY
+    status: ProcessStatus  # of the process; closed by this object
+    family: Family  # of its session and all copies
+    stem: Interpreter | None = None  # the process whose namespaces contain its own; None for a child of a fork server
+    child: Child | None = None  # that child; None for a copy
+    num_copies: int = field(default=0, init=False)  # of a stem: those that are not released
+    ended: Ended | None = field(default=None, init=False)
+    on_end: Callable[[], None] | None = field(default=None, init=False)
+    _is_closed: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        line: socket.socket,
-        output: int,
-        pidfd: int,
-        *,
-        status: ProcessStatus,
-        family: Family,
-        stem: Interpreter | None = None,
-        child: Child | None = None,
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._child = child
-        self._is_closed = False
-        self.line = line
-        self.output = output
-        self.pidfd = pidfd
-        self.status = status
-        self.pid = status.pid
-        self.family = family
-        self.stem = stem
-        self.num_copies = 0  # of a stem: those that are not released
-        self.depth: int = 0 if stem is None else stem.depth + 1
-        self.ended: Ended | None = None
-        self.on_end: Callable[[], None] | None = None
-        family.num_members += 1
-        if child is None:
-            self._loop.add_reader(pidfd, self._take_end)
+    def __post_init__(self) -> None:
+        self.family.num_members += 1
+        if self.child is None:
+            asyncio.get_running_loop().add_reader(self.pidfd, self._take_end)
         else:
-            child.watch(self._take_end)
+            self.child.watch(self._take_end)
+
+    @property
+    def pid(self) -> int:
+        return self.status.pid
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.stem is None else self.stem.depth + 1
 
     @property
     def adopter(self) -> int:
-        return 0 if self._child is None else self._child.adopter
+        return 0 if self.child is None else self.child.adopter
 
     def host_pid(self) -> int | None:
         return self.pid if self.ended is None else None
@@ -247,15 +235,15 @@ class Interpreter:
 
     def kill(self) -> None:
         """Kill pid 1 of a namespace, and so everything in it."""
-        if self._child is not None:
-            self._child.kill()
+        if self.child is not None:
+            self.child.kill()
         else:
             self.signal(signal.SIGKILL)
 
     def abandon(self) -> None:
         """Give up its fork server, which does not report the end of a killed process."""
-        if self._child is not None:
-            self._child.abandon()
+        if self.child is not None:
+            self.child.abandon()
 
     @property
     def is_dead(self) -> bool:
@@ -274,10 +262,10 @@ class Interpreter:
 
     def _take_end(self) -> None:
         was_closed = self._is_closed
-        if self._child is not None:
-            self.ended = self._child.ended
+        if self.child is not None:
+            self.ended = self.child.ended
         else:
-            self._loop.remove_reader(self.pidfd)
+            asyncio.get_running_loop().remove_reader(self.pidfd)
             self.ended = _end_of(self.status)
         if self.on_end is not None:
             self.on_end()
@@ -287,8 +275,8 @@ class Interpreter:
     def _release(self) -> None:
         self.line.close()
         self.status.close()
-        if self._child is not None:
-            self._child.close()  # with its descriptors
+        if self.child is not None:
+            self.child.close()  # with its descriptors
         else:
             os.close(self.pidfd)
             os.close(self.output)
