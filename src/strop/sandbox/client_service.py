@@ -18,18 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from strop.deadline import StoppedClock
 from strop.errors import LinkBroken, MachineError, NoNodes, Overloaded, StropError, UserError
 from strop.sandbox.protocol import RunOutcome, RunResult
-from strop.sandbox.server.ndjson import (
-    CLIENT_HEADER,
-    STARTS_HEADER,
-    CancelRequest,
-    ErrorLine,
-    ErrorReply,
-    Health,
-    LineSplitter,
-    ResultLine,
-    StartLine,
-    TooLong,
-)
+from strop.sandbox.server import ndjson
 
 try:
     import aiohttp
@@ -57,9 +46,9 @@ _NUM_BUSY = 16  # calls under way from which on further ones wait to leave in a 
 _MAX_LINE_BYTES = 256 << 20  # of an answer
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
-_REPLY: TypeAdapter[ErrorReply | Health] = TypeAdapter(ErrorReply | Health)
-_ANSWER: TypeAdapter[ResultLine | StartLine | ErrorLine] = TypeAdapter(
-    Annotated[ResultLine | StartLine | ErrorLine, Field(union_mode="left_to_right")]  # most are results
+_REPLY: TypeAdapter[ndjson.ErrorReply | ndjson.Health] = TypeAdapter(ndjson.ErrorReply | ndjson.Health)
+_ANSWER: TypeAdapter[ndjson.ResultLine | ndjson.StartLine | ndjson.ErrorLine] = TypeAdapter(
+    Annotated[ndjson.ResultLine | ndjson.StartLine | ndjson.ErrorLine, Field(union_mode="left_to_right")]  # most are results
 )
 
 
@@ -102,7 +91,8 @@ class Service:
         self.retry_at = 0.0  # other services are preferred until then
         self.num_failures = 0  # since it last worked
         self._error: Exception | None = None  # the last one
-        self._headers = {CLIENT_HEADER: name, STARTS_HEADER: "1"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._headers = {ndjson.CLIENT_HEADER: name, ndjson.STARTS_HEADER: "1"}
+        self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self._was_up = False  # it has answered a request
         self._calls: dict[int, tuple[Call, asyncio.Future[RunResult]]] = {}  # of the stream
@@ -144,10 +134,10 @@ class Service:
             reply: bytes = await response.read()
             return reply
 
-    async def health(self) -> Health:
+    async def health(self) -> ndjson.Health:
         """Ask whether it works, and how many slots it has; raises as `request` does."""
         try:
-            health = Health.model_validate_json(await self.ask("GET", "/v1/health", limit_s=_CONNECT_S))
+            health = ndjson.Health.model_validate_json(await self.ask("GET", "/v1/health", limit_s=_CONNECT_S))
         except ValidationError as error:
             raise UserError(f"no code service of this version answers at {self.url}: its health is something else.") from error
         self.num_slots = max(1, sum(node.num_slots for node in health.nodes))
@@ -227,7 +217,7 @@ class Service:
                 yield part
 
     async def _read(self, content: Any) -> None:
-        splitter = LineSplitter(max_line_bytes=_MAX_LINE_BYTES)
+        splitter = ndjson.LineSplitter(max_line_bytes=_MAX_LINE_BYTES)
         proven_at = asyncio.get_running_loop().time() + _PROVEN_S
         silent_s = 0.0
         while True:
@@ -242,7 +232,7 @@ class Service:
                 return
             silent_s, self.is_silent = 0.0, False
             for line in splitter.feed(part):
-                if isinstance(line, TooLong):
+                if isinstance(line, ndjson.TooLong):
                     raise LinkBroken(f"the service sent a line of more than {_MAX_LINE_BYTES} bytes")
                 if line:
                     self._take(line)
@@ -269,9 +259,9 @@ class Service:
         call, answer = self._calls.get(read.key, (None, None))
         if call is None or answer is None or answer.done():
             return  # the caller gave up
-        if isinstance(read, StartLine):
+        if isinstance(read, ndjson.StartLine):
             call.clock.go_on()
-        elif isinstance(read, ErrorLine):
+        elif isinstance(read, ndjson.ErrorLine):
             failure = read.error.exception()
             if isinstance(failure, NoNodes):
                 raise failure
@@ -296,7 +286,7 @@ class Service:
             return
         try:
             async with asyncio.timeout(_CANCEL_S):
-                await self.ask("POST", "/v1/cancel", CancelRequest(ids=tuple(ids)).line())
+                await self.ask("POST", "/v1/cancel", ndjson.CancelRequest(ids=tuple(ids)).line())
         except (StropError, *CONNECTION_ERRORS) as error:
             _log.debug("%d calls could not be cancelled; they end with their limits: %s", len(ids), error)
 
@@ -356,9 +346,9 @@ class Service:
             return UserError(f"the code service at {self.url} refused the token; use the one that it was started with.")
         if status in (404, 405) or (reply is None and status < 500):
             return UserError(f"no code service of this version answers at {self.url}: the status is {status}.")
-        if isinstance(reply, ErrorReply):
+        if isinstance(reply, ndjson.ErrorReply):
             return reply.error.exception()
-        if isinstance(reply, Health) and reply.status == "no nodes":
+        if isinstance(reply, ndjson.Health) and reply.status == "no nodes":
             return NoNodes("it has no node to run anything on")
         return Overloaded(f"the status of {self.url} is {status}")  # a proxy, or a service that is restarting
 

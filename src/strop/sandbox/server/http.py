@@ -20,29 +20,9 @@ from strop.errors import StropError, UserError
 from strop.sandbox import protocol
 from strop.sandbox.code_tests import CodeTestReport, run_tests
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunRequest, RunResult, SessionLimits, VerifyRequest
+from strop.sandbox.server import ndjson
 from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.ndjson import (
-    CLIENT_HEADER,
-    PROBLEMS,
-    STARTS_HEADER,
-    CancelReply,
-    CancelRequest,
-    ErrorLine,
-    ErrorReply,
-    Health,
-    NodeHealth,
-    ProblemKind,
-    ResultLine,
-    RunLine,
-    SessionReply,
-    StartLine,
-    TestsRequest,
-    VerdictLine,
-    explain,
-    kind_of,
-    problem_of,
-    write_error_line,
-)
+from strop.sandbox.server.ndjson import ProblemKind
 from strop.sandbox.server.run_stream import RunStream, start_lines, write_verdicts
 
 MAX_BODY_BYTES = 32 << 20  # except of a stream of runs
@@ -112,7 +92,7 @@ class HttpFront:
         """
         return await self._dispatcher.run(call, client=_client_of(request))
 
-    @_route("POST", "/v1/runs", RunLine, ResultLine, ErrorLine, StartLine)
+    @_route("POST", "/v1/runs", ndjson.RunLine, ndjson.ResultLine, ndjson.ErrorLine, ndjson.StartLine)
     async def _runs(self, request: web.Request) -> web.StreamResponse:
         """Run many programs.
 
@@ -129,19 +109,20 @@ class HttpFront:
         try:
             await stream.serve(response)
         except HttpProcessingError as error:  # a broken chunk of the request
-            await response.write(write_error_line(None, ProblemKind.INVALID, f"the request cannot be read: {error.message}"))
+            why = f"the request cannot be read: {error.message}"
+            await response.write(ndjson.write_error_line(None, ProblemKind.INVALID, why))
         finally:
             self._streams.discard(stream)
         await response.write_eof()
         return response
 
-    @_route("POST", "/v1/cancel", CancelRequest, CancelReply)
-    async def _cancel(self, request: web.Request, asked: CancelRequest) -> CancelReply:
+    @_route("POST", "/v1/cancel", ndjson.CancelRequest, ndjson.CancelReply)
+    async def _cancel(self, request: web.Request, asked: ndjson.CancelRequest) -> ndjson.CancelReply:
         """End calls by their ids."""
         num = sum(self._dispatcher.cancel(call_id, client=_client_of(request)) for call_id in asked.ids)
-        return CancelReply(num_cancelled=num)
+        return ndjson.CancelReply(num_cancelled=num)
 
-    @_route("POST", "/v1/verify", VerifyRequest, VerdictLine, ErrorLine)
+    @_route("POST", "/v1/verify", VerifyRequest, ndjson.VerdictLine, ndjson.ErrorLine)
     async def _verify(self, request: web.Request, asked: VerifyRequest) -> web.StreamResponse:
         """Compare mathematical answers.
 
@@ -150,8 +131,8 @@ class HttpFront:
         async with aclosing(self._dispatcher.verify(asked, client=_client_of(request))) as verdicts:
             return await write_verdicts(request, verdicts)
 
-    @_route("POST", "/v1/tests", TestsRequest, CodeTestReport)
-    async def _tests(self, request: web.Request, asked: TestsRequest) -> CodeTestReport:
+    @_route("POST", "/v1/tests", ndjson.TestsRequest, CodeTestReport)
+    async def _tests(self, request: web.Request, asked: ndjson.TestsRequest) -> CodeTestReport:
         """Run a program against tests of its output."""
         if len(asked.tests) > protocol.MAX_CASES:
             raise UserError(f"the request has {len(asked.tests)} tests, the limit is {protocol.MAX_CASES}.")
@@ -164,24 +145,24 @@ class HttpFront:
             stop_at_first_failure=asked.stop_at_first_failure,
         )
 
-    @_route("POST", "/v1/sessions", SessionLimits, SessionReply, may_be_empty=True)
-    async def _open_session(self, request: web.Request, asked: SessionLimits) -> SessionReply:
+    @_route("POST", "/v1/sessions", SessionLimits, ndjson.SessionReply, may_be_empty=True)
+    async def _open_session(self, request: web.Request, asked: SessionLimits) -> ndjson.SessionReply:
         """Open a session. An empty body stands for the default limits."""
-        return SessionReply(session=await self._dispatcher.open_session(asked, client=_client_of(request)))
+        return ndjson.SessionReply(session=await self._dispatcher.open_session(asked, client=_client_of(request)))
 
-    @_route("POST", "/v1/sessions/{session}/fork", None, SessionReply)
-    async def _fork_session(self, request: web.Request) -> SessionReply:
+    @_route("POST", "/v1/sessions/{session}/fork", None, ndjson.SessionReply)
+    async def _fork_session(self, request: web.Request) -> ndjson.SessionReply:
         """Copy a session, after the cells that were sent before."""
-        return SessionReply(session=await self._dispatcher.fork_session(request.match_info["session"]))
+        return ndjson.SessionReply(session=await self._dispatcher.fork_session(request.match_info["session"]))
 
-    @_route("DELETE", "/v1/sessions/{session}", None, SessionReply)
-    async def _close_session(self, request: web.Request) -> SessionReply:
+    @_route("DELETE", "/v1/sessions/{session}", None, ndjson.SessionReply)
+    async def _close_session(self, request: web.Request) -> ndjson.SessionReply:
         """Close a session; no error if it is gone."""
         session = request.match_info["session"]
         await self._dispatcher.close_session(session)
-        return SessionReply(session=session)
+        return ndjson.SessionReply(session=session)
 
-    @_route("GET", "/v1/health", None, Health, is_open=True)
+    @_route("GET", "/v1/health", None, ndjson.Health, is_open=True)
     async def _health(self, request: web.Request) -> web.StreamResponse:
         """Whether the service works.
 
@@ -189,14 +170,14 @@ class HttpFront:
         """
         box = self._dispatcher.box
         status = "stopping" if self._is_stopping else "ok" if box.node is not None else "no nodes"
-        health = Health(status=status)
+        health = ndjson.Health(status=status)
         if not self._why_unauthorized(request):
             nodes = tuple(
-                NodeHealth(name=node.name, level=node.level, num_slots=node.num_slots, num_running=box.num_running)
+                ndjson.NodeHealth(name=node.name, level=node.level, num_slots=node.num_slots, num_running=box.num_running)
                 for node in ([] if box.node is None else [box.node])
             )
             num_held = self._dispatcher.admission.held.num
-            health = Health(status=status, num_held=num_held, num_sessions=box.num_sessions, nodes=nodes)
+            health = ndjson.Health(status=status, num_held=num_held, num_sessions=box.num_sessions, nodes=nodes)
         return _json(health, status=200 if status == "ok" else 503)
 
     @_route("GET", "/metrics")
@@ -212,7 +193,7 @@ class HttpFront:
     # What all routes share
 
     async def _answer(self, route: Route, request: web.Request) -> web.StreamResponse:
-        is_stream = route.body is RunLine
+        is_stream = route.body is ndjson.RunLine
         bodies = () if route.body is None or is_stream else (await _body(request, route.body, may_be_empty=route.may_be_empty),)
         reply = await route.handler(self, request, *bodies)
         return reply if isinstance(reply, web.StreamResponse) else _json(reply)
@@ -229,7 +210,7 @@ class HttpFront:
         try:
             return await handler(request)
         except StropError as error:
-            return _problem(kind_of(error), str(error))
+            return _problem(ndjson.kind_of(error), str(error))
         except web.HTTPRequestEntityTooLarge:
             return _problem(ProblemKind.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes")
         except HttpProcessingError as error:
@@ -271,7 +252,7 @@ async def _body(request: web.Request, shape: type, *, may_be_empty: bool) -> obj
     try:
         body: object = _adapter(shape).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        raise UserError(f"the body is no {shape.__name__}: {explain(error)}.") from error
+        raise UserError(f"the body is no {shape.__name__}: {ndjson.explain(error)}.") from error
     return body
 
 
@@ -312,7 +293,7 @@ def _openapi() -> dict[str, Any]:
     No framework generates it: none knows streams of lines, and one with a server of its own would be slower than aiohttp.
     """
     read = dict.fromkeys(route.body for route in ROUTES if route.body is not None)
-    written = dict.fromkeys([*(reply for route in ROUTES for reply in route.replies), ErrorReply])
+    written = dict.fromkeys([*(reply for route in ROUTES for reply in route.replies), ndjson.ErrorReply])
     keyed: list[Any] = [(shape, "validation", TypeAdapter(shape)) for shape in read]
     keyed += [(shape, "serialization", TypeAdapter(shape)) for shape in written]
     references, schemas = TypeAdapter.json_schemas(keyed, ref_template="#/components/schemas/{model}")
@@ -332,30 +313,32 @@ def _openapi() -> dict[str, Any]:
 
 def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
     summary, _, detail = (inspect.getdoc(route.handler) or "").partition("\n\n")
-    problem, statuses = (shapes[Health], (503,)) if route.is_open else (shapes[ErrorReply], _STATUSES)
+    problem, statuses = (shapes[ndjson.Health], (503,)) if route.is_open else (shapes[ndjson.ErrorReply], _STATUSES)
     operation: dict[str, Any] = {
         "operationId": route.handler.__name__.strip("_"),
         "summary": summary.removesuffix("."),
         "description": " ".join(detail.split()),
-        "parameters": [_parameter(CLIENT_HEADER, "header", "Clients take turns in the queue, and have ids of their own.")],
+        "parameters": [
+            _parameter(ndjson.CLIENT_HEADER, "header", "Clients take turns in the queue, and have ids of their own.")
+        ],
         "responses": {"200": {"description": "OK", "content": _reply(route, shapes)}}
         | {str(status): {"description": _problems(status), "content": _content(problem)} for status in statuses},
     }
     if route.is_open:
         operation["security"] = []
-    if route.body is RunLine:
+    if route.body is ndjson.RunLine:
         starts = "Any value: report calls that the supervisor has taken."
-        operation["parameters"].append(_parameter(STARTS_HEADER, "header", starts))
+        operation["parameters"].append(_parameter(ndjson.STARTS_HEADER, "header", starts))
     if "{session}" in route.path:
         operation["parameters"].append(_parameter("session", "path", "From an earlier reply."))
     if route.body is not None:
-        content = _content(shapes[route.body], _LINES if route.body is RunLine else "application/json")
+        content = _content(shapes[route.body], _LINES if route.body is ndjson.RunLine else "application/json")
         operation["requestBody"] = {"required": not route.may_be_empty, "content": content}
     return operation
 
 
 def _problems(status: int) -> str:
-    return " ".join(text for known, _, text in PROBLEMS.values() if known == status)
+    return " ".join(text for known, _, text in ndjson.PROBLEMS.values() if known == status)
 
 
 def _reply(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
@@ -376,7 +359,7 @@ def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
 
 def _client_of(request: web.Request) -> str:
     """The client as the queue and the ids of calls know it."""
-    return request.headers.get(CLIENT_HEADER, "")[:128]
+    return request.headers.get(ndjson.CLIENT_HEADER, "")[:128]
 
 
 def _json(body: object, *, status: int = 200) -> web.Response:
@@ -384,7 +367,7 @@ def _json(body: object, *, status: int = 200) -> web.Response:
 
 
 def _problem(kind: ProblemKind, message: str, *, status: int | None = None) -> web.Response:
-    response = _json(ErrorReply(error=problem_of(kind, message)), status=status or PROBLEMS[kind][0])
+    response = _json(ndjson.ErrorReply(error=ndjson.problem_of(kind, message)), status=status or ndjson.PROBLEMS[kind][0])
     if kind in _RETRY_AFTER_S:
         response.headers["Retry-After"] = str(_RETRY_AFTER_S[kind])
     if kind is ProblemKind.UNAUTHORIZED:

@@ -11,19 +11,8 @@ from aiohttp import web
 from strop.errors import StropError
 from strop.sandbox import protocol
 from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
+from strop.sandbox.server import ndjson
 from strop.sandbox.server.dispatcher import Dispatcher
-from strop.sandbox.server.ndjson import (
-    STARTS_HEADER,
-    LineSplitter,
-    RunLine,
-    StartLine,
-    TooLong,
-    VerdictLine,
-    kind_of,
-    read_run_line,
-    write_error_line,
-    write_result_line,
-)
 
 HEARTBEAT_S = 0.5  # without an answer an empty line is sent; a client that hears nothing for long gives the service up
 MAX_UNREAD_BYTES = 256 << 20  # of answers: a client that leaves more unread is disconnected
@@ -50,7 +39,7 @@ class RunStream:
         self._request = request
         self._client = client
         self._max_line_bytes = _MAX_BYTES_IN_JSON * (protocol.MAX_CODE_BYTES + protocol.MAX_STDIN_BYTES) + 65_536
-        self._reports_starts = STARTS_HEADER in request.headers
+        self._reports_starts = ndjson.STARTS_HEADER in request.headers
         self._num_lines = 0
         self._open: dict[int, asyncio.Future[RunResult]] = {}
         self._begun: dict[int, str | int] = {}  # keys of started calls that are not reported yet
@@ -109,7 +98,7 @@ class RunStream:
         return part
 
     async def _read(self) -> None:
-        splitter = LineSplitter(max_line_bytes=self._max_line_bytes)
+        splitter = ndjson.LineSplitter(max_line_bytes=self._max_line_bytes)
         while part := await self._request.content.readany():
             for line in splitter.feed(part):
                 self._take(line)
@@ -121,15 +110,15 @@ class RunStream:
         for line in splitter.end():
             self._take(line)
 
-    def _take(self, line: bytes | TooLong) -> None:
+    def _take(self, line: bytes | ndjson.TooLong) -> None:
         self._line_at = self._loop.time()
-        if not isinstance(line, TooLong) and not line.strip():
+        if not isinstance(line, ndjson.TooLong) and not line.strip():
             return
         self._num_lines += 1
-        read = read_run_line(line, max_line_bytes=self._max_line_bytes)
-        if not isinstance(read, RunLine):
+        read = ndjson.read_run_line(line, max_line_bytes=self._max_line_bytes)
+        if not isinstance(read, ndjson.RunLine):
             reason, level = f"line {self._num_lines} is no call: {read.why}", self._dispatcher.box.level
-            self._write(write_result_line(read.key, RunResult.not_run(RunOutcome.REJECTED, reason, level=level)))
+            self._write(ndjson.write_result_line(read.key, RunResult.not_run(RunOutcome.REJECTED, reason, level=level)))
             return
         number = self._num_lines
         on_start = partial(self._on_start, number, read.key)
@@ -144,7 +133,7 @@ class RunStream:
         now = self._loop.time()
         if self._begun and now - self._reported_at >= _STARTS_S:
             self._reported_at = now
-            lines = [StartLine(key=key).line() for key in self._begun.values()]
+            lines = [ndjson.StartLine(key=key).line() for key in self._begun.values()]
             self._begun.clear()
             self._outgoing += lines
             self._outgoing_bytes += sum(map(len, lines))
@@ -156,9 +145,9 @@ class RunStream:
         self._begun.pop(number, None)
         error = answer.exception()
         if isinstance(error, StropError):
-            self._write(write_error_line(key, kind_of(error), str(error)))
+            self._write(ndjson.write_error_line(key, ndjson.kind_of(error), str(error)))
         else:
-            self._write(write_result_line(key, answer.result()))
+            self._write(ndjson.write_result_line(key, answer.result()))
 
     def _write(self, line: bytes) -> None:
         """Queue a line. The lines of one turn of the event loop leave in one write, and under load those of several turns."""
@@ -189,14 +178,14 @@ async def write_verdicts(request: web.Request, verdicts: AsyncGenerator[tuple[in
             if coming.done():
                 if (judged := coming.result()) is None:
                     break
-                line = VerdictLine(index=judged[0], verdict=judged[1]).line()
+                line = ndjson.VerdictLine(index=judged[0], verdict=judged[1]).line()
                 coming = asyncio.ensure_future(anext(verdicts, None))
             response = response or await start_lines(request)
             await response.write(line)
     except StropError as error:
         if response is None:
             raise
-        await response.write(write_error_line(None, kind_of(error), str(error)))
+        await response.write(ndjson.write_error_line(None, ndjson.kind_of(error), str(error)))
     finally:
         coming.cancel()
         await asyncio.wait({coming})
