@@ -33,6 +33,4 @@ def exact_match(gold: str, prediction: str) -> bool | None:
     if gold.strip() == prediction.strip():
         return bool(gold.strip())
     gold_number, predicted_number = plain_number(gold), plain_number(prediction)
-    if gold_number is None or predicted_number is None:
-        return None
-    return gold_number == predicted_number
+    return None if gold_number is None or predicted_number is None else gold_number == predicted_number

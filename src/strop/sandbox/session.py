@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, Self, TypeVar
 
 from strop.errors import MachineError
@@ -61,7 +61,7 @@ class Session(AsyncContext):
         await self._service.close_session(self.name)
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs programs from plain code; many threads may call it at once.
 
         with Sandbox() as box:
@@ -154,14 +154,11 @@ class Sandbox:
         await self._opened.aclose()
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class SandboxSession:
+class SandboxSession(AbstractContextManager["SandboxSession"]):
     """A `Session` behind plain calls; made by `Sandbox.session`."""
 
     def __init__(self, box: Sandbox, session: Session) -> None:
@@ -179,9 +176,6 @@ class SandboxSession:
     def close(self) -> None:
         """Safe to call twice."""
         self._box._wait(self._session.close())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

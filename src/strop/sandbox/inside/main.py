@@ -247,75 +247,57 @@ _GROUP_POLL_US = 200  # between looks at killed processes that are not our child
 _MAX_CHILDREN_BYTES = 65_536
 
 
+_INT, _LONG, _SIZE, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_size_t, ctypes.c_void_p
+_U32, _I32, _U64, _I64 = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
+
+
 class _Iovec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+    _fields_ = (("base", _POINTER), ("length", _SIZE))
 
 
 class _Message(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_void_p),
-        ("name_length", ctypes.c_uint32),
-        ("iov", ctypes.POINTER(_Iovec)),
-        ("num_iov", ctypes.c_size_t),
-        ("control", ctypes.c_void_p),
-        ("control_length", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )
+    """`struct msghdr` in the layout of 64-bit Linux."""
+
+    _address = (("name", _POINTER), ("name_length", _U32))
+    _content = (("iov", ctypes.POINTER(_Iovec)), ("num_iov", _SIZE))
+    _fields_ = (*_address, *_content, ("control", _POINTER), ("control_length", _SIZE), ("flags", _INT))
 
 
 class _Rights(ctypes.Structure):
-    """One SCM_RIGHTS message with room for the descriptors of a child."""
+    """One SCM_RIGHTS message with room for the descriptors of a child: three, and padding for the alignment of the kernel."""
 
-    _fields_ = (
-        ("length", ctypes.c_size_t),
-        ("level", ctypes.c_int),
-        ("kind", ctypes.c_int),
-        ("descriptors", ctypes.c_int * 4),  # three, and padding for the alignment of the kernel
-    )
+    _fields_ = (("length", _SIZE), ("level", _INT), ("kind", _INT), ("descriptors", _INT * 4))
 
 
 class _Spawn(ctypes.Structure):
     """`wire.SPAWN`, then the path."""
 
     _pack_ = 1
-    _fields_ = (("child", ctypes.c_uint64), ("directory", ctypes.c_char * wire.MAX_SPAWN_BYTES))
+    _fields_ = (("child", _U64), ("directory", ctypes.c_char * wire.MAX_SPAWN_BYTES))
 
 
 class _Report(ctypes.Structure):
     """`wire.REPORT`, filled in place."""
 
     _pack_ = 1
-    _fields_ = (
-        ("kind", ctypes.c_uint32),
-        ("status", ctypes.c_int32),
-        ("child", ctypes.c_uint64),
-        ("pid", ctypes.c_int64),
-        ("cpu_us", ctypes.c_uint64),
-        ("peak_kib", ctypes.c_uint64),
-    )
+    _fields_ = (("kind", _U32), ("status", _I32), ("child", _U64), ("pid", _I64), ("cpu_us", _U64), ("peak_kib", _U64))
 
 
 class _Poll(ctypes.Structure):
-    _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("returned", ctypes.c_short))
+    _fields_ = (("descriptor", _INT), ("events", ctypes.c_short), ("returned", ctypes.c_short))
 
 
 class _SignalInfo(ctypes.Structure):
     """The part of `siginfo_t` that waitid fills, in the layout of 64-bit Linux."""
 
-    _fields_ = (("before", ctypes.c_int * 4), ("pid", ctypes.c_int), ("rest", ctypes.c_char * 108))
+    _fields_ = (("before", _INT * 4), ("pid", _INT), ("rest", ctypes.c_char * 108))
 
 
 class _Usage(ctypes.Structure):
     """`struct rusage` in the layout of 64-bit Linux."""
 
-    _fields_ = (
-        ("user_s", ctypes.c_long),
-        ("user_us", ctypes.c_long),
-        ("system_s", ctypes.c_long),
-        ("system_us", ctypes.c_long),
-        ("peak_kib", ctypes.c_long),
-        ("rest", ctypes.c_long * 13),
-    )
+    _times = (("user_s", _LONG), ("user_us", _LONG), ("system_s", _LONG), ("system_us", _LONG))
+    _fields_ = (*_times, ("peak_kib", _LONG), ("rest", _LONG * 13))
 
 
 def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, int, str], NoReturn]) -> None:

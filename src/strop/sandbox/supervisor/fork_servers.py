@@ -39,7 +39,6 @@ _DISCARD_LIMIT_S = 5.0  # for all of them; 10 ms on an idle machine
 _RECYCLE_AFTER = 100_000  # children of one fork server before another takes its place
 BOOT = Path(wire.__file__).with_name("boot.py")  # the script that runs a module of `inside`
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
-_NUMPY_NAMES = {"numpy"}
 _FULL_NAMES = {"sympy", "scipy", "mpmath"}
 
 ENVIRONMENT = {  # the whole environment of a program
@@ -104,9 +103,7 @@ def profile_of(code: str) -> str:
     if "import" not in code:
         return "bare"
     names = {name.strip().partition(" ")[0].partition(".")[0] for found in _IMPORT.findall(code) for name in found.split(",")}
-    if names & _FULL_NAMES:
-        return "full"
-    return "numpy" if names & _NUMPY_NAMES else "bare"
+    return "full" if names & _FULL_NAMES else "numpy" if "numpy" in names else "bare"
 
 
 class ForkServer:
@@ -141,9 +138,8 @@ class ForkServer:
     @property
     def num_others(self) -> int:
         """Processes that RLIMIT_NPROC counts next to those of a child: without namespaces and root, all of this user."""
-        if self._level.rank >= 2 or os.geteuid() == 0:
-            return 0
-        return num_threads_of_user(int(time.monotonic()))
+        is_apart = self._level.rank >= IsolationLevel.NAMESPACES.rank or os.geteuid() == 0
+        return 0 if is_apart else num_threads_of_user(int(time.monotonic()))
 
     @property
     def is_idle(self) -> bool:
@@ -151,10 +147,9 @@ class ForkServer:
         return self.num_alive <= (self._spare is not None)
 
     async def hello(self) -> None:
-        """Return when it is ready. Raises `MachineError` with its own message when it cannot isolate or start."""
+        """Return when it is ready. Raises `MachineError` with its own message when it cannot isolate or start: lose it then."""
         done, _ = await asyncio.wait({self._hello}, timeout=_START_LIMIT_S)
         if not done:
-            self.lose()
             raise MachineError(f"a fork server of the sandbox did not start within {_START_LIMIT_S:.0f} s")
         await self._hello
         # The first forks and deaths fill caches of its interpreter: addresses of objects are the same only in later children.
@@ -163,7 +158,6 @@ class ForkServer:
                 for _ in range(_NUM_DISCARDED):
                     await self._discard_child()
         except TimeoutError as error:
-            self.lose()
             raise MachineError("a fork server of the sandbox does not answer") from error
         if self.is_lost:
             raise MachineError("a fork server of the sandbox died as it became ready")

@@ -252,7 +252,7 @@ class _Fork:
 async def _retire(origin: Interpreter) -> None:
     """Make the session execute another program, which frees its memory, and stop that for good."""
     origin.num_copies = 2
-    try:
+    with contextlib.suppress(OSError, TimeoutError):
         origin.send(wire.LINE_STEM)
         origin.signal(signal.SIGCONT)
         async with asyncio.timeout(_LIMIT_S):
@@ -260,8 +260,6 @@ async def _retire(origin: Interpreter) -> None:
         if not origin.line.recv(1):
             origin.signal(signal.SIGSTOP)
             return
-    except (OSError, TimeoutError):
-        pass
     origin.kill()
     raise SessionLost("the session did not free its memory after a fork; it is killed with its copies")
 

@@ -134,9 +134,7 @@ class ProcessStatus:
             words = []
         except ProcessLookupError:
             return False
-        if not words:
-            return self.stat[:1] == ["S"]
-        return words[0] == _SYS_RECVMSG and int(words[1], 16) == WAKE
+        return words[0] == _SYS_RECVMSG and int(words[1], 16) == WAKE if words else self.stat[:1] == ["S"]
 
 
 class IdleUsage:
