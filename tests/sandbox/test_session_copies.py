@@ -318,12 +318,13 @@ def test_a_session_that_hides_its_memory_is_not_forked_and_goes_on(session: Note
 
 def test_a_session_that_does_not_become_a_stem_is_killed_with_its_copies(session: Notebook) -> None:
     session.run("import sys\ndef stay():\n    while True: pass\nsys.modules['strop_inside.cells']._become_stem = stay")
-    pid = session.interpreter.pid
+    pid, num_held = session.interpreter.pid, num_descriptors()
     with pytest.raises(SessionLost, match="did not free its memory"):
         session.fork()
     with pytest.raises(SessionLost, match="did not free its memory"):
         session.run("1")
     assert eventually(lambda: not status_of(pid))
+    assert eventually(lambda: num_descriptors() < num_held)  # also none of the copies is left
 
 
 # What is left

@@ -87,7 +87,7 @@ async def fork(origin: Interpreter, *, level: IsolationLevel, helper: NamespaceH
         raise MachineError(f"the session could not be forked: it took more than {_LIMIT_S:.0f} s") from error
     except (OSError, MachineError) as error:
         raise MachineError(f"the session could not be forked: {error}") from error
-    await _retire(origin)
+    await _retire(origin, copies)
     return copies
 
 
@@ -249,7 +249,7 @@ class _Fork:
         self._origin.signal(signal.SIGCONT)
 
 
-async def _retire(origin: Interpreter) -> None:
+async def _retire(origin: Interpreter, copies: tuple[Interpreter, Interpreter]) -> None:
     """Make the session execute another program, which frees its memory, and stop that for good."""
     origin.num_copies = 2
     with contextlib.suppress(OSError, TimeoutError):
@@ -261,6 +261,8 @@ async def _retire(origin: Interpreter) -> None:
             origin.signal(signal.SIGSTOP)
             return
     origin.kill()
+    for copy in copies:
+        copy.close()
     raise SessionLost("the session did not free its memory after a fork; it is killed with its copies")
 
 
