@@ -180,13 +180,10 @@ math cmath itertools functools collections collections.abc fractions decimal ran
 operator copy typing json io time
 """
 _NUMPY = _STANDARD + "numpy numpy.linalg numpy.random numpy.fft numpy.polynomial"
-_FULL = (
-    _NUMPY
-    + """
+_FULL = f"""{_NUMPY}
 mpmath sympy sympy.abc sympy.solvers sympy.ntheory sympy.combinatorics sympy.geometry sympy.stats
 scipy.special scipy.optimize scipy.integrate scipy.linalg scipy.stats scipy.sparse
 """
-)
 MODULES = {"bare": _STANDARD, "numpy": _NUMPY, "full": _FULL, "verify": ""}
 
 _PRIMING = {

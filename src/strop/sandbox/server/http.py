@@ -136,14 +136,8 @@ class HttpFront:
         """Run a program against tests of its output."""
         if len(asked.tests) > protocol.MAX_CASES:
             raise UserError(f"the request has {len(asked.tests)} tests, the limit is {protocol.MAX_CASES}.")
-        return await run_tests(
-            self._dispatcher.of_client(_client_of(request)),
-            asked.code,
-            asked.tests,
-            wall_s=asked.wall_s,
-            memory_mib=asked.memory_mib,
-            stop_at_first_failure=asked.stop_at_first_failure,
-        )
+        runner, limits = self._dispatcher.of_client(_client_of(request)), asked.model_dump(exclude={"code", "tests"})
+        return await run_tests(runner, asked.code, asked.tests, **limits)
 
     @_route("POST", "/v1/sessions", SessionLimits, ndjson.SessionReply, may_be_empty=True)
     async def _open_session(self, request: web.Request, asked: SessionLimits) -> ndjson.SessionReply:

@@ -15,7 +15,7 @@ from typing import Any
 
 from strop.sandbox.protocol import IsolationLevel
 
-_PRELUDE = """
+PRELUDE = """
 import ctypes, errno, json, os, sys
 given = json.loads(sys.stdin.read())
 libc = ctypes.CDLL(None, use_errno=True)
@@ -48,9 +48,9 @@ def in_child(action):
         raise OSError(os.WEXITSTATUS(status) if os.WIFEXITED(status) else errno.EPERM, "refused")
 """
 
-REACH = (
-    _PRELUDE
-    + """
+SUFFIX = "print(json.dumps(facts))\n"
+
+REACH = """
 import resource, socket
 
 others = {pid for pid in (os.getppid(), given["supervisor"]) if pid not in (0, os.getpid())}
@@ -119,13 +119,9 @@ if os.uname().machine == "x86_64":
     attempt("foreign_abi", lambda: in_child(call_i386))
 else:
     facts["foreign_abi"] = errno.ENOSYS
-print(json.dumps(facts))
 """
-)
 
-BOUNDS = (
-    _PRELUDE
-    + """
+BOUNDS = """
 import mmap
 
 # Without isolation this may be a user's directory: remove only what is made here.
@@ -171,13 +167,9 @@ attempt("processes", lambda: fork_on())
 os.write(hold, bytes(facts["forks"]))
 for _ in range(facts["forks"]):
     os.wait()
-print(json.dumps(facts))
 """
-)
 
-DAEMON = (
-    _PRELUDE
-    + """
+DAEMON = """
 import time
 started, tell = os.pipe()
 
@@ -197,13 +189,9 @@ def detach():
 attempt("detach", lambda: in_child(detach))
 os.close(tell)
 facts["started"] = len(os.read(started, 1))
-print(json.dumps(facts))
 """
-)
 
-NEIGHBOUR = (
-    _PRELUDE
-    + """
+NEIGHBOUR = """
 import time
 libc.prctl(15, given["mine"].encode(), 0, 0, 0)
 open(given["mine"], "w").close()
@@ -224,9 +212,7 @@ while time.monotonic() < facts["since"] + given["seconds"] and not facts["seen"]
         look(place, 1)
     time.sleep(0.01)
 facts["until"] = time.monotonic()
-print(json.dumps(facts))
 """
-)
 
 
 MAX_PROCESSES = 8  # of the attack that counts them

@@ -267,10 +267,9 @@ class ForkServer:
                 message, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1)
             except BlockingIOError:
                 return
-            except ConnectionError:
-                message, descriptors = b"", []
-            except OSError as error:  # no descriptor left for the one that came
-                _log.warning("the supervisor cannot take what a fork server sends: %s", error)
+            except OSError as error:
+                if not isinstance(error, ConnectionError):  # no descriptor left for the one that came
+                    _log.warning("the supervisor cannot take what a fork server sends: %s", error)
                 message, descriptors = b"", []
             is_start = message[:4] == wire.KIND_STARTED.to_bytes(4, "little")
             if len(message) < wire.REPORT.size or (is_start and not descriptors):

@@ -147,12 +147,11 @@ class Child:
 
 @dataclass(slots=True, kw_only=True)
 class Family:
-    """What a session and all its copies have in common. The last of them closes the listener."""
+    """What a session and all its copies have in common. Its first process, the last to end, closes the listener."""
 
     listener: int  # receives their requests for namespaces; -1 where there are none
     owner: int  # uid on this machine that owns their namespaces
     max_processes: int  # that each may start
-    num_members: int = 0
     forking: asyncio.Lock = field(default_factory=asyncio.Lock)  # one fork at a time, since all requests arrive at one listener
 
     def refuse_questions(self) -> None:
@@ -173,12 +172,6 @@ class Family:
         except OSError:  # all processes that could ask are dead
             return None
 
-    def leave(self) -> None:
-        self.num_members -= 1
-        if not self.num_members and self.listener >= 0:
-            os.close(self.listener)
-            self.listener = -1
-
 
 @dataclass(slots=True, eq=False)
 class Interpreter:
@@ -198,7 +191,6 @@ class Interpreter:
     _is_closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.family.num_members += 1
         if self.child is None:
             asyncio.get_running_loop().add_reader(self.pidfd, self._take_end)
         else:
@@ -284,7 +276,9 @@ class Interpreter:
             self.stem.num_copies -= 1
             if not self.stem.num_copies:
                 self.stem.close()
-        self.family.leave()
+        elif self.family.listener >= 0:
+            os.close(self.family.listener)
+            self.family.listener = -1
 
 
 def drain(line: socket.socket) -> None:
@@ -311,6 +305,5 @@ def _end_of(status: ProcessStatus) -> Ended:
     if not fields or fields[0] not in "ZX":
         return LOST
     code = int(fields[49])
-    return Ended(
-        exit_code=None if code & 0x7F else (code >> 8) & 0xFF, signal=code & 0x7F or None, cpu_s=status.cpu_s, peak_bytes=0
-    )
+    number = code & 0x7F or None
+    return Ended(exit_code=None if number else (code >> 8) & 0xFF, signal=number, cpu_s=status.cpu_s, peak_bytes=0)

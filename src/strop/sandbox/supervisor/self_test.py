@@ -206,6 +206,7 @@ async def run_self_test(run: _Run, claimed: IsolationLevel, *, canaries: Canarie
 async def _run_attack(
     run: _Run, evidence: Evidence, name: str, code: str, given: Mapping[str, Any], *, max_processes: int = 4 * MAX_PROCESSES
 ) -> None:
+    code = attacks.PRELUDE + code + attacks.SUFFIX
     result = await run(RunRequest(code=code, stdin=json.dumps(given), max_processes=max_processes, profile="bare", **_LIMITS))
     evidence.failures.pop(name, None)
     try:
