@@ -131,8 +131,7 @@ class Service:
     async def ask(self, method: str, path: str, body: bytes | None = None, *, limit_s: float = _ANSWER_S) -> bytes:
         """The body of the reply; raises as `request` does."""
         async with self.request(method, path, body, limit_s=limit_s) as response:
-            reply: bytes = await response.read()
-            return reply
+            return bytes(await response.read())
 
     async def health(self) -> ndjson.Health:
         """Ask whether it works, and how many slots it has; raises as `request` does."""
@@ -226,7 +225,12 @@ class Service:
                     part = await content.readany()
             except TimeoutError:
                 silent_s += _LOOK_S
-                await self._note_silence(silent_s)
+                if silent_s >= SILENCE_S:
+                    await self.close()  # ends other requests that wait for it
+                    raise LinkBroken(f"it was silent for {silent_s:.1f} s") from None
+                if silent_s >= _SUSPECT_S and not self.is_silent:
+                    self.is_silent = True
+                    self.notice(f"the code service at {self.url} has been silent for {silent_s:.1f} s")
                 continue
             if not part:
                 return
@@ -238,14 +242,6 @@ class Service:
                     self._take(line)
             if asyncio.get_running_loop().time() > proven_at:
                 self.note_works()
-
-    async def _note_silence(self, silent_s: float) -> None:
-        if silent_s >= SILENCE_S:
-            await self.close()  # ends other requests that wait for it
-            raise LinkBroken(f"it was silent for {silent_s:.1f} s")
-        if silent_s >= _SUSPECT_S and not self.is_silent:
-            self.is_silent = True
-            self.notice(f"the code service at {self.url} has been silent for {silent_s:.1f} s")
 
     def _take(self, line: bytes) -> None:
         """Raises `NoNodes` when nothing runs there: the stream is opened again when the service can run something."""

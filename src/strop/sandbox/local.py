@@ -224,8 +224,7 @@ class LocalSandbox(AsyncContext, CodeService):
 
     async def fork_session(self, session: str) -> str:
         async with self._turn(session) as origin:
-            name = await origin.node.fork_session(session)
-            return self._add_session(name, origin.node, origin.limits)
+            return self._add_session(await origin.node.fork_session(session), origin.node, origin.limits)
 
     async def close_session(self, session: str) -> None:
         if (closed := self._sessions.pop(session, None)) is not None:
@@ -398,8 +397,7 @@ class LocalSandbox(AsyncContext, CodeService):
     async def _open_session(self, limits: SessionLimits, client: str) -> str:
         node = await self._take_slot((client, True), is_first=True)
         with self._releasing(node):
-            name = await node.open_session(limits)
-            return self._add_session(name, node, limits)
+            return self._add_session(await node.open_session(limits), node, limits)
 
     def _add_session(self, name: str, node: CodeNode, limits: SessionLimits) -> str:
         session = self._sessions[name] = _Session(name, node, limits, asyncio.get_running_loop().time())

@@ -20,7 +20,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from strop.errors import MachineError, NodeGone, NodeLost, UserError
 from strop.sandbox.config import SandboxConfig
@@ -72,8 +72,7 @@ class Link(asyncio.Protocol):
 
     @classmethod
     async def open(cls, connection: socket.socket, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> Self:
-        make = lambda: cls(on_message, on_lost)  # noqa: E731
-        _, link = await asyncio.get_running_loop().create_connection(make, sock=connection)
+        _, link = await asyncio.get_running_loop().create_connection(lambda: cls(on_message, on_lost), sock=connection)
         return link
 
     def send(self, message: object, *, within_s: float = 0.0) -> None:
@@ -180,8 +179,7 @@ class NodeProcess(CodeNode):
         return node
 
     async def run(self, request: RunRequest) -> RunResult:
-        result: RunResult = await self._ask("run", request)
-        return result
+        return cast(RunResult, await self._ask("run", request))
 
     async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
         verdicts: asyncio.Queue[tuple[int, PairVerdict] | None] = asyncio.Queue()
@@ -195,12 +193,10 @@ class NodeProcess(CodeNode):
             asking.cancel()
 
     async def open_session(self, limits: SessionLimits) -> str:
-        session: str = await self._ask("open_session", limits)
-        return session
+        return str(await self._ask("open_session", limits))
 
     async def fork_session(self, session: str) -> str:
-        copy: str = await self._ask("fork_session", session)
-        return copy
+        return str(await self._ask("fork_session", session))
 
     async def close_session(self, session: str) -> None:
         await self._ask("close_session", session)

@@ -275,11 +275,9 @@ def run_refusal(request: RunRequest) -> str:
     )
 
 
-def session_refusal(session: SessionLimits) -> str:
+def session_refusal(limits: SessionLimits) -> str:
     """Why these limits of a session are refused; empty if they are not."""
-    return (
-        _space_refusal(session) or _number_refusal("lease_s", session.lease_s, MAX_LEASE_S) or _profile_refusal(session.profile)
-    )
+    return _space_refusal(limits) or _number_refusal("lease_s", limits.lease_s, MAX_LEASE_S) or _profile_refusal(limits.profile)
 
 
 def require_verifiable(request: VerifyRequest) -> None:

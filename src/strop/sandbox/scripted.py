@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from strop.sandbox.protocol import (
-    CodeRunner,
-    IsolationLevel,
-    PairVerdict,
-    RunOutcome,
-    RunRequest,
-    RunResult,
-    RunTimings,
-    VerifyRequest,
-)
+from strop.sandbox.protocol import CodeRunner, IsolationLevel, PairVerdict, RunOutcome, RunRequest, RunResult, VerifyRequest
 from strop.sandbox.verify_process import ProcessVerifier
 
 
 def scripted_result(text: str, outcome: RunOutcome = RunOutcome.STDOUT, *, reason: str = "") -> RunResult:
     """Return a result with an outcome and a text."""
-    return RunResult(
-        outcome=outcome, reason=reason, text=text, exit_code=0, timings=RunTimings(), level=IsolationLevel.NAMESPACES
-    )
+    return replace(RunResult.not_run(outcome, reason, level=IsolationLevel.NAMESPACES), text=text, exit_code=0)
 
 
 @dataclass(slots=True, kw_only=True)

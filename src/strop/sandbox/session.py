@@ -182,5 +182,4 @@ class SandboxSession(AbstractContextManager["SandboxSession"]):
 
 
 async def _collect(service: CodeService, request: VerifyRequest) -> list[PairVerdict]:
-    verdicts = {index: verdict async for index, verdict in service.verify(request)}
-    return [verdicts[index] for index in range(len(request.pairs))]
+    return [verdict for _, verdict in sorted([judged async for judged in service.verify(request)])]

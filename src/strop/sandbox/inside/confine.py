@@ -109,7 +109,7 @@ class Confinement:
         # The interpreter may lie where only root can read. Landlock restricts this capability to the readable trees.
         is_hidden = level == "confined" and is_root and not all(_is_public(path) for path in readable)
         self._needed_capability = kernel.CAP_DAC_READ_SEARCH if is_hidden else None
-        self._base_memory = _address_space(proc)
+        self._base_memory = int(kernel.read("self/statm", directory=proc).split()[0]) * resource.getpagesize()
 
     def apply(self, directory: str, *, max_processes: int = 0) -> int:
         """Confine this process for good. Returns the listener of the filter of a session, or -1.
@@ -125,7 +125,10 @@ class Confinement:
             self._enter_namespaces(allows_more=max_processes > 0)
             directory = wire.WORK_DIRECTORY
         elif self.is_root and self.level == "confined":
-            _become_unprivileged(directory)
+            uid = UNPRIVILEGED_UID + os.getpid()  # RLIMIT_NPROC counts per uid
+            os.chown(directory, uid, uid)
+            kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+            kernel.become(uid)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which clears it
         if not self.is_namespaced:
             # A fork server that died before that call sent no signal. At L2 its pid namespace dies with it.
@@ -231,23 +234,12 @@ def _text_stream(descriptor: int) -> TextIO:
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def _become_unprivileged(directory: str) -> None:
-    uid = UNPRIVILEGED_UID + os.getpid()  # RLIMIT_NPROC counts per uid
-    os.chown(directory, uid, uid)
-    kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
-    kernel.become(uid)
-
-
 def _is_public(path: str) -> bool:
     """Whether all users can enter it."""
     parents = [path]
     while parents[-1] != "/":
         parents.append(os.path.dirname(parents[-1]))
     return all(os.stat(parent).st_mode & 0o001 for parent in parents if os.path.isdir(parent))
-
-
-def _address_space(proc: int) -> int:
-    return int(kernel.read("self/statm", directory=proc).split()[0]) * resource.getpagesize()
 
 
 def main() -> None:

@@ -25,9 +25,7 @@ _SILENT = {7: 0x1}  # otherwise every refusal is a line in the audit log of the 
 _EXECUTE, _WRITE, _READ, _READ_DIRECTORY, _TRUNCATE, _DEVICE_IOCTL = 0x1, 0x2, 0x4, 0x8, 0x4000, 0x8000
 _MAKE_DEVICES = 0x40 | 0x800
 _TO_READ = _EXECUTE | _READ | _READ_DIRECTORY
-_OF_A_FILE = (
-    _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_IOCTL
-)  # the other rights are for directories; the kernel refuses them for a file
+_OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_IOCTL  # the kernel refuses the other rights for a file
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same on every architecture
 _ASK_VERSION, _PATH_BENEATH = 1, 1

@@ -133,10 +133,9 @@ class RunStream:
         now = self._loop.time()
         if self._begun and now - self._reported_at >= _STARTS_S:
             self._reported_at = now
-            lines = [ndjson.StartLine(key=key).line() for key in self._begun.values()]
+            for key in self._begun.values():
+                self._outgoing.append(ndjson.StartLine(key=key).line())
             self._begun.clear()
-            self._outgoing += lines
-            self._outgoing_bytes += sum(map(len, lines))
 
     def _on_answer(self, number: int, key: str | int, answer: asyncio.Future[RunResult]) -> None:
         if answer.cancelled():  # the stream has ended

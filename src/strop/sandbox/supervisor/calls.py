@@ -64,14 +64,11 @@ class OutputTail:
 
     def drain(self, descriptor: int) -> None:
         """Add what is left in a pipe whose writers are dead. Never waits."""
-        for _ in range(_MAX_READS):
-            try:
-                part = os.read(descriptor, 262_144)
-            except BlockingIOError:
-                return
-            if not part:
-                return
-            self.add(part)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MAX_READS):
+                if not (part := os.read(descriptor, 262_144)):
+                    return
+                self.add(part)
 
     def text(self) -> str:
         """What is kept. The middle says how many bytes are left out."""

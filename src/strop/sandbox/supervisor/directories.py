@@ -87,12 +87,10 @@ def _lock(path: str) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return -1
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
             return descriptor
-    except BlockingIOError:
-        pass
     os.close(descriptor)
     return -1
 

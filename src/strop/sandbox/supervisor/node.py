@@ -79,7 +79,9 @@ class Node(AsyncContext, CodeService):
         Raises:
             UserError: this machine cannot give `config.min_level`; the message says what is missing.
         """
-        _raise_descriptor_limit()
+        # Each call holds four descriptors, and a fifth for a directory on disk.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         remove_leftovers()
         await self._find_level()
         await asyncio.gather(*(self.pool(profile).start(self.config.fork_servers) for profile in self.config.warm))
@@ -190,12 +192,6 @@ class Node(AsyncContext, CodeService):
         return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + self.watchdog.num_asleep)
 
 
-def _raise_descriptor_limit() -> None:
-    """Each call holds four descriptors, and a fifth for a directory on disk."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 class Served(CodeService, Protocol):
     """What is called over a link, such as a `Node`."""
 
@@ -246,11 +242,9 @@ class _Calls:
             self._tasks[number].cancel()
 
     async def cancel(self) -> None:
-        tasks = set(self._tasks.values())
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def report_status(self) -> None:
         loop = asyncio.get_running_loop()

@@ -39,14 +39,12 @@ class TreeStatus:
         cpu_s, num_running, anonymous_bytes, pids = 0.0, 0, 0, [pid]
         pids += [one for one in children_of(adopter) if one != pid and stat_of(one)[2:3] == [str(pid)]] if adopter else []
         for one in pids:  # grows as children are found
-            try:
+            with contextlib.suppress(PermissionError):  # /proc may hide a process that changed its credentials
                 cpu_s += cpu_s_in(stat_of(one))
                 states = (_fields(f"/proc/{one}/task/{thread}/stat")[:1] for thread in _threads_of(one))
                 num_running += sum(state in (["R"], ["D"]) for state in states)
                 pids += children_of(one)
                 anonymous_bytes += _resident_bytes(one)
-            except PermissionError:  # /proc may hide a process that changed its credentials
-                continue
         return cls(
             taken_at=time.monotonic(), cpu_s=cpu_s, num_running=num_running, anonymous_bytes=anonymous_bytes, pids=tuple(pids)
         )
@@ -102,10 +100,7 @@ class ProcessStatus:
     @property
     def stat(self) -> list[str]:
         """The same as `stat_of`, also for a dead process that no parent has waited for."""
-        try:
-            return os.pread(self._stat, 1_024, 0).decode("utf-8", "replace").rpartition(")")[2].split()
-        except ProcessLookupError:
-            return []
+        return _read_again(self._stat).rpartition(")")[2].split()
 
     @property
     def cpu_s(self) -> float:
@@ -114,11 +109,7 @@ class ProcessStatus:
 
     @property
     def peak_bytes(self) -> int:
-        try:
-            lines = os.pread(self._status, 16_384, 0).decode("utf-8", "replace").splitlines()
-        except ProcessLookupError:
-            return 0
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+        return _sum_kib(_read_again(self._status), ("VmHWM:",))
 
     @property
     def is_runnable(self) -> bool:
@@ -207,7 +198,7 @@ def _own_bytes(pids: tuple[int, ...]) -> int:
     total = 0
     for pid in pids:
         try:
-            shares = _sum_kib(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+            shares = _sum_kib(_read(f"/proc/{pid}/smaps_rollup"), ("Pss_Anon:", "Pss_Shmem:"))
         except PermissionError:  # only root may see the maps of a process that hides its memory
             shares = 0
         total += shares or _resident_bytes(pid)
@@ -216,18 +207,17 @@ def _own_bytes(pids: tuple[int, ...]) -> int:
 
 def _resident_bytes(pid: int) -> int:
     """Anonymous memory and shared mappings, such as `mmap.mmap(-1, ...)`."""
-    return _sum_kib(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:"))
+    return _sum_kib(_read(f"/proc/{pid}/status"), ("RssAnon:", "RssShmem:"))
 
 
-def _sum_kib(path: str, names: tuple[str, ...]) -> int:
-    return sum(int(line.split()[1]) << 10 for line in _read(path).splitlines() if line.startswith(names))
+def _sum_kib(text: str, names: tuple[str, ...]) -> int:
+    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(names))
 
 
 def _threads_of(pid: int) -> list[str]:
-    try:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return []
 
 
 def _fields(path: str) -> list[str]:
@@ -235,11 +225,15 @@ def _fields(path: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(path) as file:
+        return file.read()
+    return ""
+
+
+def _read_again(file: int) -> str:
+    with contextlib.suppress(ProcessLookupError):
+        return os.pread(file, 16_384, 0).decode("utf-8", "replace")
+    return ""
 
 
 def _open(path: str, opened: contextlib.ExitStack) -> int:

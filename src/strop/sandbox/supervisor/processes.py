@@ -98,10 +98,9 @@ class Child:
 
     def host_pid(self) -> int | None:
         """Its pid in our namespace; None when it has ended."""
-        try:
+        with contextlib.suppress(OSError):  # no descriptor is left to read it, or the child is closed
             return pid_of(self.pidfd) or None
-        except OSError:  # no descriptor is left to read it, or the child is closed
-            return None
+        return None
 
     @property
     def adopter(self) -> int:
@@ -165,12 +164,9 @@ class Family:
 
     def next_question(self) -> seccomp.Notification | None:
         """The next request, or None. Never waits."""
-        if not is_readable(self.listener):  # the kernel would wait for the next request
-            return None
-        try:
-            return seccomp.receive(self.listener)
-        except OSError:  # all processes that could ask are dead
-            return None
+        with contextlib.suppress(OSError):  # all processes that could ask are dead
+            return seccomp.receive(self.listener) if is_readable(self.listener) else None  # else the kernel would wait for one
+        return None
 
 
 @dataclass(slots=True, eq=False)
