@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -55,7 +55,8 @@ def check_module(path: Path, *, seed: int = 0) -> list[Compared]:
         ConfigError: there is no such file, it cannot be imported, or it has none of the functions.
     """
     module = _load(path)
-    found = {name: function for name in _PROBLEMS if (function := _function(module, name)) is not None}
+    named = {name: getattr(module, name, None) or getattr(module, f"run_{name}", None) for name in _PROBLEMS}
+    found = {name: function for name, function in named.items() if function is not None}
     if not found:
         raise ConfigError(
             f"{path} has none of the functions of the assignment: {', '.join(_PROBLEMS)}. Give the file that defines them, or"
@@ -85,13 +86,10 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _function(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    return getattr(module, name, None) or getattr(module, f"run_{name}", None)
-
-
 def _compare(name: str, function: Callable[..., Any], seed: int) -> Compared:
     problem, num_cases = _PROBLEMS[name], 0
-    for (about, ours), (_, theirs) in zip(_inputs(problem, seed), _inputs(problem, seed), strict=True):
+    generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    for (about, ours), (_, theirs) in zip(*map(problem.inputs, generators), strict=True):
         num_cases += 1
         expected = problem.result(getattr(cs336, name)(**ours), ours)
         try:
@@ -105,29 +103,21 @@ def _compare(name: str, function: Callable[..., Any], seed: int) -> Compared:
     return Compared(name=name, num_cases=num_cases)
 
 
-def _inputs(problem: _Problem, seed: int) -> Iterator[tuple[str, Arguments]]:
-    return problem.inputs(torch.Generator().manual_seed(seed))
-
-
 def _difference(given: Any, expected: Any, place: str = "the result") -> str:
     """The first place where the two differ, in words; empty where they do not."""
     if isinstance(expected, Tensor):
         return _difference_of_tensors(given, expected, place)
-    if isinstance(expected, Mapping) and not isinstance(given, Mapping):
-        return f"{place} is {given!r}, expected a dict"
-    if isinstance(expected, (tuple, list)) and not isinstance(given, (tuple, list)):
+    if not isinstance(expected, (Mapping, tuple, list)):
+        return "" if given == expected else f"{place} is {given!r}, expected {expected!r}"
+    if not isinstance(given, Mapping if isinstance(expected, Mapping) else (tuple, list)):
         return f"{place} is {given!r}, expected a {type(expected).__name__}"
     if isinstance(expected, Mapping):
-        missing = [key for key in expected if key not in given]
-        if missing:
+        if missing := [key for key in expected if key not in given]:
             return f"{place} has no {missing[0]!r}"
-        return next(filter(None, (_difference(given[key], expected[key], f"{place}[{key!r}]") for key in expected)), "")
-    if isinstance(expected, (tuple, list)):
-        if len(given) != len(expected):
-            return f"{place} has length {len(given)}, expected {len(expected)}"
-        parts = (_difference(*pair, f"{place}[{number}]") for number, pair in enumerate(zip(given, expected, strict=True)))
-        return next(filter(None, parts), "")
-    return "" if given == expected else f"{place} is {given!r}, expected {expected!r}"
+    elif len(given) != len(expected):
+        return f"{place} has length {len(given)}, expected {len(expected)}"
+    keys = expected if isinstance(expected, Mapping) else range(len(expected))
+    return next(filter(None, (_difference(given[key], expected[key], f"{place}[{key!r}]") for key in keys)), "")
 
 
 def _difference_of_tensors(given: Any, expected: Tensor, place: str) -> str:
@@ -144,6 +134,10 @@ def _difference_of_tensors(given: Any, expected: Tensor, place: str) -> str:
 
 
 # The inputs.
+
+
+def _case(about: str, **arguments: Any) -> tuple[str, Arguments]:
+    return about, arguments
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -175,71 +169,49 @@ def _pairs(_: torch.Generator) -> Iterator[tuple[str, Arguments]]:
         ("an output that would merge with its prompt", ["ca", "d"], ["b", "ab"]),
         ("an empty output", ["ab", "c"], ["", "d"]),
     ]:
-        yield about, {"prompt_strs": prompts, "output_strs": outputs, "tokenizer": _tokenizer()}
+        yield _case(about, prompt_strs=prompts, output_strs=outputs, tokenizer=_tokenizer())
 
 
 def _logits(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     for _ in range(_DRAWS):
-        yield "random logits", {"logits": 3 * torch.randn(2, 3, 7, generator=generator)}
-    yield "equal logits", {"logits": torch.zeros(1, 2, 5)}
-    yield "logits of 1000, whose exponential overflows", {"logits": torch.tensor([[1000.0, 1000.0, 0.0]])}
+        yield _case("random logits", logits=3 * torch.randn(2, 3, 7, generator=generator))
+    yield _case("equal logits", logits=torch.zeros(1, 2, 5))
+    yield _case("logits of 1000, whose exponential overflows", logits=torch.tensor([[1000.0, 1000.0, 0.0]]))
 
 
 def _scored(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     for with_entropy in (True, False):
         ids = torch.randint(0, 9, (2, 6), generator=generator)
-        yield (
-            f"return_token_entropy={with_entropy}",
-            {
-                "model": _Table(generator),
-                "input_ids": ids[:, :-1],
-                "labels": ids[:, 1:],
-                "return_token_entropy": with_entropy,
-            },
-        )
+        about, given = f"return_token_entropy={with_entropy}", {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+        yield _case(about, model=_Table(generator), **given, return_token_entropy=with_entropy)
 
 
 def _masked(generator: torch.Generator, **more: Any) -> Iterator[tuple[str, Arguments]]:
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]]).bool()
     for dim in (None, 0, 1, -1):
         tensor = torch.randn(2, 4, generator=generator)
-        yield f"dim={dim}", {"tensor": tensor, "mask": mask | torch.tensor([True, False, False, False]), "dim": dim, **more}
+        yield _case(f"dim={dim}", tensor=tensor, mask=mask | torch.tensor([True, False, False, False]), dim=dim, **more)
 
 
 def _to_average(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     yield from _masked(generator)
-    yield (
-        "a row without a token, whose mean is NaN",
-        {"tensor": torch.ones(2, 2), "mask": torch.tensor([[1, 1], [0, 0]]), "dim": 1},
-    )
+    mask = torch.tensor([[1, 1], [0, 0]])
+    yield _case("a row without a token, whose mean is NaN", tensor=torch.ones(2, 2), mask=mask, dim=1)
 
 
-def _to_normalize(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
-    yield from _masked(generator, normalize_constant=7.0)
-
-
-def _log_probs(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _micro_batch(generator: torch.Generator) -> dict[str, Tensor]:
     log_probs = torch.randn(3, 5, generator=generator).sub(1).requires_grad_()
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 1]]).bool()
-    return log_probs, mask
+    return {"policy_log_probs": log_probs, "response_mask": mask}
 
 
 def _sft_steps(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     for constant in (1.0, 11.0):
-        log_probs, mask = _log_probs(generator)
-        yield (
-            f"normalize_constant={constant}",
-            {
-                "policy_log_probs": log_probs,
-                "response_mask": mask,
-                "gradient_accumulation_steps": 4,
-                "normalize_constant": constant,
-            },
-        )
-    log_probs, mask = _log_probs(generator)
-    log_probs.sum().backward()  # type: ignore[no-untyped-call]
-    arguments = {"policy_log_probs": log_probs, "response_mask": mask, "gradient_accumulation_steps": 2}
-    yield "a second micro-batch, whose gradient is added", arguments
+        batch = _micro_batch(generator)
+        yield _case(f"normalize_constant={constant}", **batch, gradient_accumulation_steps=4, normalize_constant=constant)
+    batch = _micro_batch(generator)
+    batch["policy_log_probs"].sum().backward()  # type: ignore[no-untyped-call]
+    yield _case("a second micro-batch, whose gradient is added", **batch, gradient_accumulation_steps=2)
 
 
 def _rewards(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
@@ -247,37 +219,26 @@ def _rewards(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
         reward = float(response) if truth == "right" else 0.0
         return {"reward": reward, "format_reward": 1.0, "answer_reward": reward}
 
+    def grouped(responses: list[str], normalize: bool) -> Arguments:
+        judging = {"reward_fn": judged, "rollout_responses": responses, "repeated_ground_truths": ["right"] * len(responses)}
+        return {**judging, "group_size": 3, "advantage_eps": 1e-6, "normalize_by_std": normalize}
+
     for normalize in (True, False):
         for _ in range(_DRAWS):
             responses = [f"{value:.3f}" for value in torch.rand(6, generator=generator).tolist()]
-            yield f"random rewards, normalize_by_std={normalize}", _grouped(judged, responses, normalize)
-        yield (
-            f"a group of equal rewards, normalize_by_std={normalize}",
-            _grouped(judged, ["1"] * 3 + ["0", "1", "1"], normalize),
-        )
-
-
-def _grouped(reward_fn: Callable[[str, str], Mapping[str, float]], responses: Sequence[str], normalize: bool) -> Arguments:
-    return {
-        "reward_fn": reward_fn,
-        "rollout_responses": responses,
-        "repeated_ground_truths": ["right"] * len(responses),
-        "group_size": 3,
-        "advantage_eps": 1e-6,
-        "normalize_by_std": normalize,
-    }
+            yield f"random rewards, normalize_by_std={normalize}", grouped(responses, normalize)
+        yield f"a group of equal rewards, normalize_by_std={normalize}", grouped(["1"] * 3 + ["0", "1", "1"], normalize)
 
 
 def _ratios(generator: torch.Generator) -> Arguments:
-    new, _ = _log_probs(generator)
+    new = _micro_batch(generator)["policy_log_probs"]
     old = new.detach() + 0.3 * torch.randn(3, 5, generator=generator)
     return {"policy_log_probs": new, "old_log_probs": old, "advantages": torch.tensor([[1.5], [-0.5], [0.0]]), "cliprange": 0.2}
 
 
 def _naive(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
-    log_probs, _ = _log_probs(generator)
-    rewards = torch.tensor([[1.0], [-2.0], [0.0]])
-    yield "rewards of both signs", {"raw_rewards_or_advantages": rewards, "policy_log_probs": log_probs}
+    log_probs, rewards = _micro_batch(generator)["policy_log_probs"], torch.tensor([[1.0], [-2.0], [0.0]])
+    yield _case("rewards of both signs", raw_rewards_or_advantages=rewards, policy_log_probs=log_probs)
 
 
 def _clipped(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
@@ -292,7 +253,7 @@ def _losses(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
 
 
 def _grpo_steps(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
-    _, mask = _log_probs(generator)
+    mask = _micro_batch(generator)["response_mask"]
     for about, arguments in _losses(generator):
         yield about, {**arguments, "response_mask": mask, "gradient_accumulation_steps": 2}
 
@@ -300,35 +261,25 @@ def _grpo_steps(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
 def _letters(_: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     example = {"subject": "s", "question": "q", "options": ["1", "2", "3", "4"], "answer": "B"}
     for said in ("The correct answer is B.", "The correct answer is D", "I cannot say."):
-        yield repr(said), {"mmlu_example": example, "model_output": said}
+        yield _case(repr(said), mmlu_example=example, model_output=said)
 
 
 def _numbers(_: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     for said in ("She has 3 + 5 = 8 eggs, so the answer is 72.", "It costs 18 dollars", "No number here."):
-        yield repr(said), {"model_output": said}
+        yield _case(repr(said), model_output=said)
 
 
 def _preferences(generator: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     for beta in (0.1, 0.5):
-        yield (
-            f"beta={beta}",
-            {
-                "lm": _Table(generator),
-                "lm_ref": _Table(generator),
-                "tokenizer": _tokenizer(),
-                "beta": beta,
-                "prompt": "a b",
-                "response_chosen": "c d",
-                "response_rejected": "d d d",
-            },
-        )
+        models = {"lm": _Table(generator), "lm_ref": _Table(generator), "tokenizer": _tokenizer()}
+        yield _case(f"beta={beta}", **models, beta=beta, prompt="a b", response_chosen="c d", response_rejected="d d d")
 
 
 def _documents(_: torch.Generator) -> Iterator[tuple[str, Arguments]]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "pairs.jsonl"
         path.write_text('{"prompt": "a b", "response": "c"}\n{"prompt": "d", "response": "ab ab"}\n', encoding="utf-8")
-        yield "two documents", {"tokenizer": _tokenizer(), "dataset_path": path, "seq_length": 8, "shuffle": False}
+        yield _case("two documents", tokenizer=_tokenizer(), dataset_path=path, seq_length=8, shuffle=False)
 
 
 def _with_gradient(value: Any, arguments: Arguments) -> Any:
@@ -343,7 +294,7 @@ _PROBLEMS = {
     "tokenize_prompt_and_output": _Problem(inputs=_pairs),
     "compute_entropy": _Problem(inputs=_logits),
     "get_response_log_probs": _Problem(inputs=_scored),
-    "masked_normalize": _Problem(inputs=_to_normalize),
+    "masked_normalize": _Problem(inputs=lambda generator: _masked(generator, normalize_constant=7.0)),
     "sft_microbatch_train_step": _Problem(inputs=_sft_steps, result=_with_gradient),
     "compute_group_normalized_rewards": _Problem(inputs=_rewards, result=lambda value, _: value[:2]),
     "compute_naive_policy_gradient_loss": _Problem(inputs=_naive),

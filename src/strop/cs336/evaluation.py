@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -108,8 +108,7 @@ def evaluate_vllm(
         ValueError: the numbers of prompts, truths and answers differ, or there is no prompt.
     """
     rows = _sample(vllm_model, reward_fn, prompts, ground_truths, eval_sampling_params)
-    if output_path is not None:
-        _write(Path(output_path), rows)
+    _write(output_path, rows)
     return _metrics(rows)
 
 
@@ -150,19 +149,12 @@ def log_generations(
         lengths = tokens["response_mask"].sum(-1).tolist()
         for row, entropy, length in zip(part, entropies, lengths, strict=True):
             row |= {"token_entropy": entropy if length else None, "num_tokens": length}
-    if output_path is not None:
-        _write(Path(output_path), rows)
+    _write(output_path, rows)
     metrics = _metrics(rows)
-    num_tokens = sum(row["num_tokens"] for row in rows)
-    if num_tokens:
-        metrics["token_entropy"] = (
-            sum(row["token_entropy"] * row["num_tokens"] for row in rows if row["num_tokens"]) / num_tokens
-        )
-    kinds: dict[str, Sequence[Mapping[str, Any]]] = {
-        "length": rows,
-        "length_correct": _correct(rows),
-        "length_incorrect": _correct(rows, wanted=False),
-    }
+    if num_tokens := sum(row["num_tokens"] for row in rows):
+        nats = sum(row["token_entropy"] * row["num_tokens"] for row in rows if row["num_tokens"])
+        metrics["token_entropy"] = nats / num_tokens
+    kinds = {"length": rows, "length_correct": _correct(rows), "length_incorrect": _correct(rows, wanted=False)}
     metrics |= {name: fmean(row["num_tokens"] for row in kind) for name, kind in kinds.items() if kind}
     return rows, metrics
 
@@ -182,14 +174,14 @@ def _sample(
     ]
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+def _write(path: str | Path | None, rows: list[dict[str, Any]]) -> None:
+    if path is not None:
+        write_text(Path(path), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
     metrics = {name: fmean(row[name] for row in rows) for name in ("reward", "format_reward", "answer_reward")}
-    num_correct = len(_correct(rows))
-    num_formatted = sum(row["format_reward"] == 1 for row in rows)
+    num_correct, num_formatted = len(_correct(rows)), sum(row["format_reward"] == 1 for row in rows)
     return metrics | {
         "num_responses": len(rows),
         "num_correct": num_correct,
@@ -198,5 +190,5 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _correct(rows: Sequence[Mapping[str, Any]], *, wanted: bool = True) -> list[Mapping[str, Any]]:
+def _correct(rows: list[dict[str, Any]], *, wanted: bool = True) -> list[dict[str, Any]]:
     return [row for row in rows if (row["format_reward"] == row["answer_reward"] == 1) is wanted]

@@ -39,8 +39,7 @@ class PackedSFTDataset(Dataset[dict[str, Tensor]]):
     """Concatenated documents, cut into rows of one length; labels are the next token. An incomplete last row is dropped."""
 
     def __init__(self, ids: Tensor, seq_length: int) -> None:
-        self._ids = ids
-        self._seq_length = seq_length
+        self._ids, self._seq_length = ids, seq_length
 
     def __len__(self) -> int:
         return max(0, len(self._ids) - 1) // self._seq_length
@@ -148,10 +147,8 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
         mmlu_example: its `options` say how many letters there are.
     """
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(mmlu_example["options"])]
-    found = [match[1] for match in _MMLU_ANSWER.finditer(model_output) if match[1] in letters]
-    if not found and (leading := _MMLU_LETTER.match(model_output)) and leading[1] in letters:
-        found = [leading[1]]
-    return found[0] if found else None
+    named = [*_MMLU_ANSWER.finditer(model_output), *filter(None, [_MMLU_LETTER.match(model_output)])]
+    return next((match[1] for match in named if match[1] in letters), None)
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
@@ -161,9 +158,7 @@ def parse_gsm8k_response(model_output: str) -> str | None:
     "- 18". Powers of ten are kept ("5e3"); "1 000" is one number, "1.5.2" is none.
     """
     numbers = [match for match in _NUMBER.finditer(model_output) if match["number"]]
-    if not numbers:
-        return None
-    return ("-" if numbers[-1]["sign"] else "") + re.sub(r"[^\d.eE+-]", "", numbers[-1]["number"])
+    return ("-" if numbers[-1]["sign"] else "") + re.sub(r"[^\d.eE+-]", "", numbers[-1]["number"]) if numbers else None
 
 
 def mmlu_letter(task: Task, trajectory: Trajectory) -> float:

@@ -279,27 +279,28 @@ def compute_policy_gradient_loss(
     Raises:
         ValueError: there is no such loss, or an argument that it needs is missing.
     """
+
+    def need(name: str, value: Tensor | None) -> Tensor:
+        if value is None:
+            raise ValueError(f"loss_type {loss_type!r} needs {name}, which is None.")
+        return value
+
     match loss_type:
         case "no_baseline":
-            return compute_naive_policy_gradient_loss(_need("raw_rewards", raw_rewards, loss_type), policy_log_probs), {}
+            return compute_naive_policy_gradient_loss(need("raw_rewards", raw_rewards), policy_log_probs), {}
         case "reinforce_with_baseline":
-            return compute_naive_policy_gradient_loss(_need("advantages", advantages, loss_type), policy_log_probs), {}
+            return compute_naive_policy_gradient_loss(need("advantages", advantages), policy_log_probs), {}
         case "grpo_clip":
             if cliprange is None:
                 raise ValueError(f"loss_type {loss_type!r} needs cliprange, which is None.")
-            return compute_grpo_clip_loss(
-                _need("advantages", advantages, loss_type),
-                policy_log_probs,
-                _need("old_log_probs", old_log_probs, loss_type),
-                cliprange,
-            )
+            column, old = need("advantages", advantages), need("old_log_probs", old_log_probs)
+            return compute_grpo_clip_loss(column, policy_log_probs, old, cliprange)
         case "grpo_no_clip":
-            advantages = _need("advantages", advantages, loss_type)
-            _check_column("advantages", advantages, policy_log_probs)
+            column = need("advantages", advantages)
+            _check_column("advantages", column, policy_log_probs)
             everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)
-            old = _need("old_log_probs", old_log_probs, loss_type).detach()
-            ratio = probability_ratio(policy_log_probs, old, everywhere)
-            return no_clip_token_loss(ratio, advantages, everywhere), {"ratio": ratio.detach()}
+            ratio = probability_ratio(policy_log_probs, need("old_log_probs", old_log_probs).detach(), everywhere)
+            return no_clip_token_loss(ratio, column, everywhere), {"ratio": ratio.detach()}
     raise ValueError(f"loss_type {loss_type!r}: no such loss. There are {', '.join(get_args(LossType))}.")
 
 
@@ -345,12 +346,6 @@ def grpo_microbatch_train_step(
     loss.backward()  # type: ignore[no-untyped-call]
     names = {"is_clipped": "clip_fraction", "ratio": "ratio_mean"}
     return loss.detach(), {names[name]: masked_mean(values.float(), mask) for name, values in statistics.items()}
-
-
-def _need(name: str, value: Tensor | None, loss_type: str) -> Tensor:
-    if value is None:
-        raise ValueError(f"loss_type {loss_type!r} needs {name}, which is None.")
-    return value
 
 
 def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
