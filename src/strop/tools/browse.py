@@ -25,7 +25,7 @@ from strop.errors import ToolBroken, UserError
 from strop.http import ServiceRefused, is_unknown_host
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, encodable
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, encodable, text_parameters
 from strop.tools.search import Origin, ResultFile
 from strop.types import ToolOutcome
 
@@ -92,9 +92,7 @@ class BrowseTool(TimedTool):
         self._pages = None if config.cache is None else ResultFile(Path(config.cache))
         self._client = httpx2.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, follow_redirects=False)
         self._summariser = None if config.summary is None else ChatClient(config.summary)
-        texts = {"url": "Address of the page or PDF.", "query": "What to look for on it."}
-        properties = {argument: {"type": "string", "description": text} for argument, text in texts.items()}
-        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        parameters = text_parameters(url="Address of the page or PDF.", query="What to look for on it.")
         description = "Reads a page or a PDF, and returns what it says about the query."
         super().__init__(ToolSpec(name=name, description=description, parameters=parameters))
 
@@ -111,16 +109,13 @@ class BrowseTool(TimedTool):
             UserError: the summariser will never answer.
         """
         url, query = str(arguments["url"]).strip(), str(arguments["query"]).strip()
-        outcome = ToolOutcome.STDOUT
         try:
             text = passage(await self._text(url), query, max_chars=self._config.max_chars)
             if not text:
-                outcome, text = ToolOutcome.EMPTY, "The page has no text."
-            elif self._summariser is not None:
-                text = await self._summary(text, query, self._summariser)
+                return ToolOutcome.EMPTY, "The page has no text."
+            return ToolOutcome.STDOUT, text if self._summariser is None else await self._summary(text, query, self._summariser)
         except NotFetched as error:
-            outcome, text = ToolOutcome.ERROR, f"The page cannot be read: {error}."
-        return outcome, text
+            return ToolOutcome.ERROR, f"The page cannot be read: {error}."
 
     async def close_all(self) -> None:
         await self._client.aclose()
@@ -140,8 +135,7 @@ class BrowseTool(TimedTool):
 
     async def _text(self, url: str) -> str:
         """The text of the page, from the cache or fetched. Raises `NotFetched`."""
-        known = None if self._pages is None else self._pages.get(url, _ORIGIN)
-        if known is not None:
+        if self._pages is not None and (known := self._pages.get(url, _ORIGIN)) is not None:
             return known
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -237,14 +231,8 @@ async def _read(body: bytes, content_type: str, encoding: str) -> str:
 
 async def _pdf_text(body: bytes) -> str:
     """The text of the first 50 pages, read in a process of its own, which ends with the time limit of the call."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        _PDF_TEXT,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _PDF_TEXT, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
         text, errors = await process.communicate(body)
     except BaseException:

@@ -66,9 +66,7 @@ class FunctionTool(TimedTool):
 
     def __init__(self, function: Callable[..., Any], spec: ToolSpec, arguments: type[BaseModel], wall_s: float | None) -> None:
         super().__init__(spec)
-        self.function = function
-        self._arguments = arguments
-        self._wall_s = wall_s
+        self.function, self._arguments, self._wall_s = function, arguments, wall_s
         self._takes_seed = "seed" in inspect.signature(function).parameters
 
     @property
@@ -240,13 +238,16 @@ def parameters_schema(schema: Mapping[str, Any], *, tool: str) -> dict[str, Any]
         del inner["additionalProperties"]
     inner.setdefault("type", "object")
     inner.setdefault("properties", {})
-    written: dict[str, Any] = _written_out(inner, definitions, (), tool)
-    return written
+    found: dict[str, Any] = _written_out(inner, definitions, (), tool)
+    return found
 
 
 def _written_out(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...], tool: str) -> Any:
+    def written(each: Any) -> Any:
+        return _written_out(each, definitions, inside, tool)
+
     if isinstance(node, list):
-        return [_written_out(each, definitions, inside, tool) for each in node]
+        return list(map(written, node))
     if not isinstance(node, Mapping):
         return node
     if "$ref" in node:
@@ -260,16 +261,13 @@ def _written_out(node: Any, definitions: Mapping[str, Any], inside: tuple[str, .
             return definitions[name]
         siblings = {key: value for key, value in node.items() if key != "$ref"}
         return _written_out({**definitions[name], **siblings}, definitions, (*inside, name), tool)
-    is_field_table = isinstance(node.get("properties"), Mapping)
-    written = {}
+    found = {}
     for key, value in node.items():
-        if key == "title" and isinstance(value, str):
-            continue
-        if key == "properties" and is_field_table:  # whose keys are names, also one that is called title
-            written[key] = {name: _written_out(each, definitions, inside, tool) for name, each in value.items()}
-        else:
-            written[key] = _written_out(value, definitions, inside, tool)
-    return written
+        if key == "properties" and isinstance(value, Mapping):  # whose keys are names, also one that is called title
+            found[key] = {name: written(each) for name, each in value.items()}
+        elif key != "title" or not isinstance(value, str):
+            found[key] = written(value)
+    return found
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -286,12 +284,10 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(section: str) -> dict[str, str]:
-    lines = [line for line in inspect.cleandoc(section).splitlines() if line.strip()]
     described: dict[str, str] = {}
     name = ""
-    for line in lines:
-        named = _ARGUMENT.match(line)
-        if named:
+    for line in filter(str.strip, inspect.cleandoc(section).splitlines()):
+        if named := _ARGUMENT.match(line):
             name, described[named[1]] = named[1], named[2].strip()
         elif name:
             described[name] = f"{described[name]} {line.strip()}".strip()

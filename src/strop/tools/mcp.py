@@ -120,8 +120,7 @@ class McpServer:
         for pause_s in _PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
-                connection = await self._connected()
-                return await self._call_on(connection, name, arguments)
+                return await self._call_on(await self._connected(), name, arguments)
             except MachineError as error:
                 fault = error
                 logger.warning("%s: %s", self._key, fault)
@@ -208,8 +207,7 @@ class _Connection:
     """A task that holds the library's client open until `close`, or until the server is lost."""
 
     def __init__(self, config: Mcp.Config, *, secret: str) -> None:
-        self._config = config
-        self._secret = secret
+        self._config, self._secret = config, secret
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._log: TextIO = cast("TextIO", tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115

@@ -26,9 +26,7 @@ class PythonNotebook(Tool):
     """
 
     def __init__(self, tool: PythonTool, service: CodeService, *, seed: int) -> None:
-        self._tool = tool
-        self._service = service
-        self._seed = seed
+        self._tool, self._service, self._seed = tool, service, seed
         self._session: Session | None = None
         self._may_have_ended = False  # the last cell may have ended its session
         self._turn = asyncio.Lock()  # calls wait in order
@@ -81,11 +79,6 @@ class PythonNotebook(Tool):
                 raise
             await self.close()
             return await self._run(request)
-        self._may_have_ended = _may_end_session(result)
+        left = result.outcome is RunOutcome.ERROR and result.exit_code is not None  # by an exit
+        self._may_have_ended = left or result.outcome in (RunOutcome.TIMEOUT, RunOutcome.KILLED)
         return dataclasses.replace(result, text=f"{NEW_NOTEBOOK}\n{result.text}") if is_new else result
-
-
-def _may_end_session(result: RunResult) -> bool:
-    """Return whether a cell with this result may have ended its session: it was stopped, or left by an exit."""
-    stopped = (RunOutcome.TIMEOUT, RunOutcome.KILLED)
-    return result.outcome in stopped or (result.outcome is RunOutcome.ERROR and result.exit_code is not None)

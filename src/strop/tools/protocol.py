@@ -163,6 +163,12 @@ class TimedTool(Tool):
         """As `call`: the class of what happened, and what the policy reads."""
 
 
+def text_parameters(**described: str) -> dict[str, Any]:
+    """Return the JSON schema of arguments that are texts, all required."""
+    properties = {argument: {"type": "string", "description": text} for argument, text in described.items()}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 def encodable(text: str) -> str:
     r"""Return `text` with halves of surrogate pairs escaped (`\ud83d`), which neither UTF-8 nor a tokenizer can hold."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

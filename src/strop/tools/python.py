@@ -70,7 +70,12 @@ class PythonTool(Tool):
     def __init__(self, runner: CodeRunner, config: Python.Config | None = None) -> None:
         self._runner = runner
         super().__init__(config or Python.Config())
-        self._service = _service_of(runner, self.config) if self.config.stateful else None
+        self._service = cast("CodeService", runner) if self.config.stateful else None
+        if self.config.stateful and not hasattr(runner, "open_session"):
+            raise UserError(
+                f"{self.config.name}: stateful = true needs a code service that keeps sessions, and {type(runner).__name__}"
+                " keeps none. Use LocalSandbox or SandboxClient, or set stateful = false."
+            )
         self._spec = ToolSpec(
             name=self.config.name,
             description=SIGNATURE["description"],
@@ -112,9 +117,7 @@ class PythonTool(Tool):
         )
         result = await self._retried(run, request)
         return ToolResult(
-            outcome=_OUTCOMES[result.outcome],
-            text=self._text(result),
-            duration_s=time.perf_counter() - started_at,
+            outcome=_OUTCOMES[result.outcome], text=self._text(result), duration_s=time.perf_counter() - started_at
         )
 
     async def _retried(self, run: Callable[[RunRequest], Awaitable[RunResult]], request: RunRequest) -> RunResult:
@@ -140,15 +143,6 @@ class PythonTool(Tool):
         if result.outcome is RunOutcome.KILLED:
             return _with_line(shown, f"Execution was killed ({result.reason}).")
         return shown
-
-
-def _service_of(runner: CodeRunner, config: Python.Config) -> CodeService:
-    if not hasattr(runner, "open_session"):
-        raise UserError(
-            f"{config.name}: stateful = true needs a code service that keeps sessions, and {type(runner).__name__} keeps none."
-            " Use LocalSandbox or SandboxClient, or set stateful = false."
-        )
-    return cast("CodeService", runner)
 
 
 def shorten(text: str, max_chars: int) -> str:

@@ -146,15 +146,14 @@ def read_corpus(path: Path) -> list[Passage]:
     Raises:
         UserError: it is missing, empty, or a line of it holds no text; the message names file and line.
     """
-    if os.path.isdir(path):  # which is false for a name that is too long, where `path.is_dir` raises
-        files = sorted(each for each in path.rglob("*") if each.suffix in (".jsonl", ".txt", ".md") and each.is_file())
-        passages = [passage for file in files for passage in _read_file(file, file.relative_to(path).as_posix())]
-    elif os.path.isfile(path):
-        passages = list(_read_file(path, path.name))
-    else:
-        raise UserError(f"{path}: no such corpus. Give a .jsonl file with a `text` on each line, or a directory of texts.")
+    is_directory = os.path.isdir(path)  # which is false for a name that is too long, where `path.is_dir` raises
+    inside = sorted(path.rglob("*")) if is_directory else []
+    files = [each for each in inside if each.suffix in (".jsonl", ".txt", ".md") and each.is_file()]
+    named = {each.relative_to(path).as_posix(): each for each in files} or ({path.name: path} if os.path.isfile(path) else {})
+    passages = [passage for name, file in named.items() for passage in _read_file(file, name)]
     if not passages:
-        raise UserError(f"{path}: no passage in it. Give a .jsonl file with a `text` on each line, or a directory of texts.")
+        problem = "no passage in it" if is_directory or named else "no such corpus"
+        raise UserError(f"{path}: {problem}. Give a .jsonl file with a `text` on each line, or a directory of texts.")
     return passages
 
 

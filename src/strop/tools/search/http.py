@@ -102,11 +102,6 @@ class HttpConfig(ServiceLimits):
         return self
 
 
-def _language(query: str) -> str:
-    """The language of a script that only few languages share; en for every other query."""
-    return next((language for language, script in _SCRIPTS if re.search(script, query)), "en")
-
-
 class HttpSearch(Backend):
     """The caller closes it. Equal queries at the same time share one request.
 
@@ -140,8 +135,7 @@ class HttpSearch(Backend):
             ToolBroken: no try gave an answer.
             UserError: no other query would get one either.
         """
-        cached = None if self._cache is None else self._cache.get(query, Origin(self._name, top_k))
-        if cached is not None:
+        if self._cache is not None and (cached := self._cache.get(query, Origin(self._name, top_k))) is not None:
             return cached
         return await self._requests.ask((query, top_k), lambda: self._request(query, top_k))
 
@@ -153,26 +147,13 @@ class HttpSearch(Backend):
 
     async def _find(self, query: str, top_k: int) -> list[Passage]:
         config = self._config
-        language = _language(query)
-        values: dict[str, str | int] = {
-            "query": query,
-            "query_in_url": quote(query, safe=""),
-            "top_k": top_k,
-            "key": self._key,
-            "language": language,
-            "market": _MARKETS[language],
-            "zone": config.zone,
-            "country": config.country,
-        }
+        language = next((language for language, script in _SCRIPTS if re.search(script, query)), "en")
+        values: dict[str, str | int] = {"query": query, "query_in_url": quote(query, safe=""), "top_k": top_k, "key": self._key}
+        values |= {"language": language, "market": _MARKETS[language], "zone": config.zone, "country": config.country}
+        url, params, headers, body = (_fill(each, values) for each in (config.url, config.params, config.headers, config.body))
 
         async def send(client: httpx2.AsyncClient) -> httpx2.Response:
-            return await client.request(
-                config.method,
-                _fill(config.url, values),
-                params=_fill(config.params, values) or None,
-                headers=_fill(config.headers, values),
-                json=_fill(config.body, values),
-            )
+            return await client.request(config.method, url, params=params or None, headers=headers, json=body)
 
         try:
             return await self._client.ask(send, lambda answer: self._passages(answer, top_k), place=config.url)
@@ -187,7 +168,7 @@ class HttpSearch(Backend):
         config = self._config
         found = _at(answer, config.results)
         if found is None:
-            found = []  # services leave the list out if nothing was found
+            return []  # services leave the list out if nothing was found
         if not isinstance(found, list):
             raise ToolBroken(f"search: {config.url} answered without a list at {config.results!r}: {str(answer)[:200]}")
         passages = []

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits, MaxChars
-from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec
+from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, text_parameters
 from strop.tools.python import shorten
 from strop.tools.search import Backend, KeptConfig, KeptResults, QueryRefused
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
@@ -71,10 +71,8 @@ class SearchTool(TimedTool):
     """
 
     def __init__(self, backend: Backend, config: Search.Config, *, name: str) -> None:
-        self._backend = backend
-        self._config = config
-        query = {"type": "string", "description": "What to search for."}
-        parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
+        self._backend, self._config = backend, config
+        parameters = text_parameters(query="What to search for.")
         super().__init__(ToolSpec(name=name, description=config.description, parameters=parameters))
 
     @property
