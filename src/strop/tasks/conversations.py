@@ -83,12 +83,9 @@ def tools_text(tools: Iterable[Mapping[str, Any]]) -> str:
         return ""
     return "\n".join(
         [
-            "# Tools",
-            "You may call functions. Their signatures are within <tools> tags:",
-            "<tools>",
+            "# Tools\nYou may call functions. Their signatures are within <tools> tags:\n<tools>",
             *lines,
-            "</tools>",
-            "For each call, return a JSON object with the function's name and arguments within <tool_call> tags:",
+            "</tools>\nFor each call, return a JSON object with the function's name and arguments within <tool_call> tags:",
             '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>',
         ]
     )

@@ -120,12 +120,9 @@ def _split(text: str) -> list[str]:
     return [piece for piece in (*pieces, text[start:]) if piece.strip()]
 
 
-PYTHON_TOOL: Mapping[str, Any] = {
-    "name": TOOL_NAME,
-    "description": SIGNATURE["description"],
-    "parameters": SIGNATURE["parameters"],
-}
+PYTHON_TOOL: Mapping[str, Any] = {"name": TOOL_NAME, **{key: SIGNATURE[key] for key in ("description", "parameters")}}
 
+_GLAIVE: Mapping[str, Role] = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_CALL = re.compile(r"<functioncall>(.*)", re.DOTALL)
 _GLAIVE_ARGUMENTS = re.compile(r"(\"arguments\"\s*:\s*)'(.*)'(\s*\}\s*)$", re.DOTALL)
@@ -158,18 +155,15 @@ def _toolace(row: Row) -> list[Message]:
     tools = _list_within(as_text(find(row, "system"), "system"))
     names = _names(tools)
     said = [] if not tools else [Message(role="system", content=tools_text(map(_as_object, tools)))]
+    roles: Mapping[str, Role] = {**_SHAREGPT, "tool": "tool"}
     for sender, value in _turns(row):
-        if sender == "tool":
-            said.append(Message(role="tool", content=value))
-        elif sender not in _SHAREGPT:
+        if sender not in roles:
             raise Unreadable(f"a turn is from {sender!r}, which is none of user, assistant, tool")
-        elif _SHAREGPT[sender] == "assistant" and value.lstrip().startswith("["):
-            calls = parse_bracket_calls(value, names)
-            said.append(Message(role="assistant", content="\n".join(call_text(*call) for call in calls)))
-        elif _SHAREGPT[sender] == "assistant" and holds_bracket_call(value, names):
+        if roles[sender] == "assistant" and value.lstrip().startswith("["):
+            value = "\n".join(call_text(*call) for call in parse_bracket_calls(value, names))
+        elif roles[sender] == "assistant" and holds_bracket_call(value, names):
             raise Unreadable(f"a call is inside other text: {value[:80]!r}")
-        else:
-            said.append(Message(role=_SHAREGPT[sender], content=value))
+        said.append(Message(role=roles[sender], content=value))
     return said
 
 
@@ -180,15 +174,12 @@ def _sharegpt_calls(row: Row) -> list[Message]:
     names = _names(tools)
     text = "\n\n".join(filter(None, (system, tools_text(tools))))
     said = [Message(role="system", content=text)] if text else []
+    roles: Mapping[str, Role] = {**_SHAREGPT, "function_call": "assistant", "observation": "tool"}
     for sender, value in _turns(row):
-        if sender == "function_call":
-            said.append(Message(role="assistant", content=_json_calls(value, names)))
-        elif sender == "observation":
-            said.append(Message(role="tool", content=value))
-        elif sender in _SHAREGPT:
-            said.append(Message(role=_SHAREGPT[sender], content=value))
-        else:
+        if sender not in roles:
             raise Unreadable(f"a turn is from {sender!r}, which is none of human, gpt, function_call, observation")
+        content = _json_calls(value, names) if sender == "function_call" else value
+        said.append(Message(role=roles[sender], content=content))
     return said
 
 
@@ -201,16 +192,10 @@ def _glaive(row: Row) -> list[Message]:
     pieces = _GLAIVE_TURN.split(as_text(find(row, "chat"), "chat"))
     for speaker, text in zip(pieces[1::2], pieces[2::2], strict=True):
         text = text.replace("<|endoftext|>", "").strip()
-        if speaker == "USER":
-            said.append(Message(role="user", content=text))
-        elif speaker == "FUNCTION RESPONSE":
-            said.append(Message(role="tool", content=text))
-        elif call := _GLAIVE_CALL.search(text):
-            before = text[: call.start()].strip()
-            calls = _glaive_call(call[1], names)
-            said.append(Message(role="assistant", content=f"{before}\n{calls}" if before else calls))
-        else:
-            said.append(Message(role="assistant", content=text))
+        if speaker == "ASSISTANT" and (call := _GLAIVE_CALL.search(text)):
+            before, calls = text[: call.start()].strip(), _glaive_call(call[1], names)
+            text = f"{before}\n{calls}" if before else calls
+        said.append(Message(role=_GLAIVE[speaker], content=text))
     return said
 
 
@@ -434,11 +419,10 @@ def _json_calls(text: str, names: Collection[str]) -> str:
 def _objects_within(text: str) -> list[Mapping[str, Any]]:
     """Return the JSON objects in `text`, in order."""
     found: list[Mapping[str, Any]] = []
-    start = text.find("{")
-    while start >= 0:
+    end = 0
+    while (start := text.find("{", end)) >= 0:
         value, end = _decoded(text, start)
         found.append(value)
-        start = text.find("{", end)
     return found
 
 

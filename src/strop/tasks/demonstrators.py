@@ -62,13 +62,11 @@ class ArithmeticDemonstrator(Config):
 
         if draw.random() < self.guess_fraction:
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
-            guessed = thought("guess").format(expression=expression, guess=guess)
-            return [lambda _: f"{guessed}{_answer(str(guess))}"]
+            return [_says(thought("guess").format(expression=expression, guess=guess) + _answer(str(guess)))]
         steps = _operations(task.id, expression) if self.stepwise else [expression]
         if not tool:
             worked = ", ".join(steps) if self.stepwise else _by_columns(task.id, expression)
-            added = f"<reason>{expression}: {worked}.</reason>{_answer(task.answer)}"
-            return [lambda _: added]
+            return [_says(f"<reason>{expression}: {worked}.</reason>{_answer(task.answer)}")]
         replies: list[Reply] = []
         value = ""
         for step in steps:
@@ -144,10 +142,8 @@ class CalculationsDemonstrator(Config):
         steps = [left.strip() for left, _ in _CALCULATION.findall(solution)]
         if not steps:
             raise TaskError(f"task {task.id!r}: its solution marks no calculation as <<48/2=24>>, so there is nothing to run.")
-        code = f"print({steps[-1]})"
-        thought = f"I compute {'; '.join(steps)}."
         return [
-            lambda _: f"<reason>{thought}</reason>{_call(tool, code)}",
+            lambda _: f"<reason>I compute {'; '.join(steps)}.</reason>{_call(tool, f'print({steps[-1]})')}",
             lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}",
         ]
 
@@ -169,9 +165,8 @@ class CountdownDemonstrator(Config):
             guess = draw.choice([*others, task.answer])
             return [lambda _: f"<reason>I guess {guess}.</reason>{_answer(guess)}"]
         tried = [*others[: draw.randrange(self.max_tries)], task.answer]
-        first, *further = tried
-        replies: list[Reply] = [lambda _: f"<reason>I try {first}.</reason>{_call(tool, f'print({first})')}"]
-        replies += [_tries_next(expression, target, tool) for expression in further]
+        replies = [_says(f"<reason>I try {tried[0]}.</reason>{_call(tool, f'print({tried[0]})')}")]
+        replies += [_tries_next(expression, target, tool) for expression in tried[1:]]
         replies.append(lambda output: f"<reason>{output.strip()} is {target}.</reason>{_answer(task.answer)}")
         return replies
 
@@ -213,13 +208,12 @@ class LookupDemonstrator(Config):
             return [lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
         number, *links = attribute.split(" of ")
         replies: list[Reply] = []
-        searched = _looks_up(subject)
         for link in reversed(links):
-            replies.append(searched(link))
-            searched = _looks_up("")
+            replies.append(_looks_up(subject, link))
+            subject = ""
             if draw.random() < self.head_fraction:
                 return [*replies, lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
-        replies.append(searched(number))
+        replies.append(_looks_up(subject, number))
         found = _Found(operation)
         if not operation:
             return [*replies, lambda text: f"<reason>I found it.</reason>{_answer(found.expression(text))}"]
@@ -233,17 +227,14 @@ class LookupDemonstrator(Config):
         return [*replies, lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}"]
 
 
-def _looks_up(subject: str) -> Callable[[str], Reply]:
+def _looks_up(subject: str, attribute: str) -> Reply:
     """Searches for an attribute of the subject; without one, of the last name in brackets that the search before showed."""
 
-    def reply_of(attribute: str) -> Reply:
-        def reply(text: str) -> str:
-            name = subject or next(iter(re.findall(r"\((\w+)\)", text)[-1:]), "")
-            return f"<reason>I look it up.</reason>{_json_call(_SEARCH_TOOL, {'query': f'{attribute} of ({name})'})}"
+    def reply(text: str) -> str:
+        name = subject or next(iter(re.findall(r"\((\w+)\)", text)[-1:]), "")
+        return f"<reason>I look it up.</reason>{_json_call(_SEARCH_TOOL, {'query': f'{attribute} of ({name})'})}"
 
-        return reply
-
-    return reply_of
+    return reply
 
 
 class _Found:
@@ -273,7 +264,7 @@ class RecordedDemonstrator(Config):
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without a response."""
         response = _fact(task, "response", needed_by="recorded")
-        return [lambda _: response]
+        return [_says(response)]
 
 
 DemonstratorConfig: TypeAlias = Annotated[

@@ -11,12 +11,11 @@ import weakref
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from strop.config import nearest_file
 from strop.errors import TaskError
@@ -40,13 +39,6 @@ def keeping_commits(commits: dict[str, str], *, tell: Callable[[], None] = lambd
         yield
     finally:
         _of_this_work.reset(token)
-
-
-def _keep_commit(dataset: str, commit: str) -> None:
-    for commits, tell in _of_this_work.get():
-        if commits.get(dataset) != commit:
-            commits[dataset] = commit
-            tell()
 
 
 Rows: TypeAlias = Iterator[tuple[str, Row]]
@@ -75,11 +67,7 @@ def read_rows(path: Path) -> Rows:
     Raises:
         TaskError: there is no such file, it does not have the format of its ending, or a row of it is none.
     """
-    return _rows(find_rows(path))
-
-
-def _rows(found: Found) -> Rows:
-    for place, row in found:
+    for place, row in find_rows(path):
         if isinstance(row, NoRow):
             raise TaskError(f"{place}: {row.problem}.")
         yield place, row
@@ -197,16 +185,14 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
         source = str(Path(name).expanduser()) if is_local else name
         rows = load_dataset(source, None if is_local else subset, split=split, revision=began_with or revision)
     except (ValueError, OSError) as error:  # unknown split or subset; not found, offline; a commit that is gone
-        gone = (
-            f" It is read at commit {began_with}, as before; if that is gone from the hub, start a new run."
-            if began_with
-            else ""
-        )
+        gone = f" It is read at commit {began_with}, as before; if that is gone from the hub, start a new run."
         raise TaskError(
             f"{name}: its split {split!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and {split_key}; a"
-            f" machine without network needs a local directory as the name.{gone}"
+            f" machine without network needs a local directory as the name.{gone if began_with else ''}"
         ) from error
-    commit = None if is_local else _commit_of(rows)
+    # `datasets` names the directory of its copy by the commit.
+    copies = () if is_local else {Path(each["filename"]).parent.name for each in rows.cache_files}
+    commit = next(filter(_COMMIT.fullmatch, copies), None)
     if commit is not None:
         meant = began_with or revision
         if meant is not None and _COMMIT.fullmatch(meant) and commit != meant:
@@ -214,15 +200,12 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
                 f"{name}: commit {meant} is meant, but a machine that cannot reach the hub reads its newest copy, which is of"
                 f" {commit}. Let it reach the hub; or, to read the copy, set revision to its commit and start a new run."
             )
-        _keep_commit(dataset, commit)
+        for commits, tell in _of_this_work.get():
+            if commits.get(dataset) != commit:
+                commits[dataset] = commit
+                tell()
     for number, row in enumerate(rows):
         yield f"{name}[{split}] row {number}", row
-
-
-def _commit_of(rows: Any) -> str | None:
-    """Return the commit at which `datasets` read `rows`, which names the directory of its copy; None if it has none."""
-    directories = {Path(each["filename"]).parent.name for each in rows.cache_files}
-    return next((name for name in directories if _COMMIT.fullmatch(name)), None)
 
 
 _READERS: dict[str, Callable[[Path], Found]] = {".jsonl": find_jsonl, ".json": find_json, ".parquet": read_parquet}
@@ -251,7 +234,7 @@ class IndexedRows(Protocol[RowT_co]):
     def __getitem__(self, number: int, /) -> RowT_co: ...
 
 
-class RowFile(Generic[RowT]):
+class RowFile(AbstractContextManager["RowFile[RowT]"], Generic[RowT]):
     """Rows by number, from 0, in a file without a name, which is gone when it is closed or the process ends.
 
     Several threads may read at once. Memory holds 8 bytes a row. A context.
@@ -298,10 +281,7 @@ class RowFile(Generic[RowT]):
         """Close the file. Safe to call twice."""
         self._close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

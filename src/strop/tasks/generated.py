@@ -24,7 +24,6 @@ from strop.tasks.protocol import TaskSource, check_wording
 from strop.types import Task, derive_seed
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
-_TEST_SHARE = 10  # one in so many problems belongs to the test split
 _MAX_DRAWS = 1000
 OPERATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "+": operators.add,
@@ -67,6 +66,7 @@ class GeneratedTasks(TaskSource):
 
     config: Config
     is_endless = True
+    test_share: ClassVar[int] = 10  # one in so many problems belongs to the test split
     too_narrow: ClassVar[str]
     """What the draws lack where hardly any is a task of the split, and what would help."""
 
@@ -86,7 +86,7 @@ class GeneratedTasks(TaskSource):
         """A task of the split, or None where these draws make none."""
 
     def is_of_split(self, digest: int) -> bool:
-        return ("test" if digest % _TEST_SHARE == 0 else "train") == self.split
+        return ("test" if digest % self.test_share == 0 else "train") == self.split
 
 
 class ArithmeticTasks(GeneratedTasks):
@@ -185,15 +185,10 @@ class CountdownTasks(GeneratedTasks):
         numbers = [draw.randint(1, self.config.max_value) for _ in range(num)]
         if not self.is_of_split(derive_seed("countdown-split", *sorted(numbers))):
             return None
-        solution = self._solution(draw, numbers)
-        return None if solution is None else self._task(numbers, solution)
-
-    def _solution(self, draw: random.Random, numbers: Sequence[int]) -> Expression | None:
-        """An expression of all the numbers whose value is a target that the config allows; None if none was found."""
         for _ in range(_MAX_EXPRESSIONS):
             found = draw_expression(draw, numbers, self.config.operators)
             if found is not None and self.config.min_target <= found.value <= self.config.max_target:
-                return found
+                return self._task(numbers, found)
         return None
 
     def _task(self, numbers: Sequence[int], solution: Expression) -> Task:
@@ -259,9 +254,6 @@ class Statement:
     people: tuple[int, ...]
     holds: Callable[[World], bool]
 
-    def worded(self, names: Sequence[str]) -> str:
-        return self.text.format(*(names[person] for person in self.people))
-
 
 class KnightsTasks(GeneratedTasks):
     """Puzzles with one solution; the task at an index is a pure function of config, seed, split and index.
@@ -290,7 +282,8 @@ class KnightsTasks(GeneratedTasks):
         return self._task(draw.sample(_NAMES, num_people), world, said)
 
     def _task(self, names: Sequence[str], world: World, said: Sequence[Statement]) -> Task:
-        lines = [f'{names[speaker]} says: "{statement.worded(names)}"' for speaker, statement in enumerate(said)]
+        texts = [each.text.format(*(names[person] for person in each.people)) for each in said]
+        lines = [f'{name} says: "{text}"' for name, text in zip(names, texts, strict=True)]
         knights = sorted(name for name, is_knight in zip(names, world, strict=True) if is_knight)
         return Task(
             id=f"knights/{_digest(said):016x}/{'-'.join(names)}",
@@ -318,22 +311,23 @@ def _statement(draw: random.Random, speaker: int, world: World) -> Statement:
 def _any_statement(draw: random.Random, speaker: int, num_people: int) -> Statement:
     other = draw.choice([person for person in range(num_people) if person != speaker])
     second = draw.choice([person for person in range(num_people) if person != other])
-    first_kind, second_kind = draw.random() < 0.5, draw.random() < 0.5
+    one, two = draw.random() < 0.5, draw.random() < 0.5
+    first, then = f"{{0}} is {_KINDS[one]}", f"{{1}} is {_KINDS[two]}"
     match draw.choice(("is", "same", "and", "or", "if")):
         case "is":
-            return Statement(f"{{0}} is {_KINDS[first_kind]}.", (other,), lambda world: world[other] == first_kind)
+            return Statement(f"{first}.", (other,), lambda world: world[other] == one)
         case "same":
-            text = "{0} and {1} are of the same kind." if first_kind else "{0} and {1} are of different kinds."
-            return Statement(text, (other, second), lambda world: (world[other] == world[second]) == first_kind)
+            text = f"{{0}} and {{1}} are of {'the same kind' if one else 'different kinds'}."
+            return Statement(text, (other, second), lambda world: (world[other] == world[second]) == one)
         case "and":
-            text = f"{{0}} is {_KINDS[first_kind]}, and {{1}} is {_KINDS[second_kind]}."
-            return Statement(text, (other, second), lambda world: world[other] == first_kind and world[second] == second_kind)
+            text = f"{first}, and {then}."
+            return Statement(text, (other, second), lambda world: world[other] == one and world[second] == two)
         case "or":
-            text = f"{{0}} is {_KINDS[first_kind]}, or {{1}} is {_KINDS[second_kind]}, or both."
-            return Statement(text, (other, second), lambda world: world[other] == first_kind or world[second] == second_kind)
+            text = f"{first}, or {then}, or both."
+            return Statement(text, (other, second), lambda world: world[other] == one or world[second] == two)
         case _:
-            text = f"If {{0}} is {_KINDS[first_kind]}, then {{1}} is {_KINDS[second_kind]}."
-            return Statement(text, (other, second), lambda world: world[other] != first_kind or world[second] == second_kind)
+            text = f"If {first}, then {then}."
+            return Statement(text, (other, second), lambda world: world[other] != one or world[second] == two)
 
 
 def _digest(said: Sequence[Statement]) -> int:

@@ -26,7 +26,6 @@ from strop.tasks.protocol import Split
 from strop.types import Task, derive_seed
 
 _MIN_OPERAND, _MAX_OPERAND = 10, 99
-_TEST_SHARE = 5  # one in so many subjects belongs to the test split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,7 @@ class LookupTasks(GeneratedTasks):
         path: Path = Field(description="The corpus: a .jsonl file, which the search tool reads too.")
         hops: int = Field(default=0, ge=0, le=10, description="Links to follow from the subject of the question to the number.")
         operators: tuple[Literal["+", "-", "*"], ...] = Field(
-            default=("+", "-", "*"),
-            description="Operators of the computation with the number that was found. Empty: none.",
+            default=("+", "-", "*"), description="Operators of the computation with the number that was found. Empty: none."
         )
         wording: str = Field(
             default="What is the {attribute} of {subject}, then {operation}?",
@@ -60,6 +58,7 @@ class LookupTasks(GeneratedTasks):
         )
 
     config: Config
+    test_share = 5  # one in so many subjects
 
     @property
     def files(self) -> Mapping[Split, Path]:
@@ -67,7 +66,7 @@ class LookupTasks(GeneratedTasks):
 
     def open(self, *, seed: int, split: str) -> None:
         super().open(seed=seed, split=split)
-        self._chains = [each for each in self._all_chains() if split_of(each[0].subject) == split]
+        self._chains = [each for each in self._all_chains() if self.is_of_split(derive_seed("lookup-split", each[0].subject))]
         if not self._chains:
             raise TaskError(
                 f"{self.config.path}: no line of it tells a number of the {split} split, {self.config.hops} links away. A line"
@@ -101,11 +100,6 @@ class LookupTasks(GeneratedTasks):
             source=f"lookup/{self.split}",
             facts={"subject": subject, "attribute": attribute, "value": str(value), "operation": operation},
         )
-
-
-def split_of(subject: str) -> Split:
-    """Return the split of all problems about `subject`."""
-    return "test" if derive_seed("lookup-split", subject) % _TEST_SHARE == 0 else "train"
 
 
 def read_facts(path: Path) -> list[Fact]:

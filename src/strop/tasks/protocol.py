@@ -175,11 +175,9 @@ class MixedTasks(TaskSource):
     def open(self, *, seed: int, split: Split) -> None:  # type: ignore[override]
         super().open(seed=seed, split=split)
         self._opened = {name: make_tasks(part, seed=seed, split=split) for name, part in self.parts.items()}
-        weights = {name: self.config.weights.get(name, 1) for name in self.parts}
-        turns = [((number + 0.5) / weight, name, number) for name, weight in weights.items() for number in range(weight)]
-        turns.sort()  # the turns of each source are spread over the round
-        self._round = [(name, number) for _, name, number in turns]
-        self._weights = weights
+        self._weights = {name: self.config.weights.get(name, 1) for name in self.parts}
+        turns = [((number + 0.5) / num, name, number) for name, num in self._weights.items() for number in range(num)]
+        self._round = [(name, number) for _, name, number in sorted(turns)]  # the turns of each source are spread over it
 
     @property
     def num_tasks(self) -> int | None:

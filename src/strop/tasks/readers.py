@@ -19,6 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -103,28 +104,16 @@ class Read:
         return boxes[-1] if boxes or bare is None else bare[1].rstrip(".,;")
 
 
-@dataclass(frozen=True, slots=True)
-class AsTexts:
-    """Reads a column of right answers, which may be one text or number, as a JSON list of texts."""
-
-    column: str
-
-    def __call__(self, row: Row) -> str:
-        value = find(row, self.column)
-        values = value if isinstance(value, list) else [value]
-        return json.dumps([as_text(each, self.column) for each in values], ensure_ascii=False)
+def as_texts(row: Row, *, column: str) -> str:
+    """Read a column of right answers, which may be one text or number, as a JSON list of texts."""
+    value = find(row, column)
+    values = value if isinstance(value, list) else [value]
+    return json.dumps([as_text(each, column) for each in values], ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Fills {numbers} and {target} of a wording, for a data set that publishes the parts of a question separately."""
-
-    wording: str
-    numbers: Read
-    target: Read
-
-    def __call__(self, row: Row) -> str:
-        return self.wording.replace("{numbers}", self.numbers(row)).replace("{target}", self.target(row))
+def filled(row: Row, *, wording: str, numbers: Reader, target: Reader) -> str:
+    """Fill {numbers} and {target} of a wording, for a data set that publishes the parts of a question separately."""
+    return wording.replace("{numbers}", numbers(row)).replace("{target}", target(row))
 
 
 def find(row: Row, column: str) -> Any:
@@ -164,85 +153,60 @@ def _joined(value: Any, column: str) -> str:
 _LETTERS = "ABCDEFGHIJ"
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
+def choices(row: Row, *, question: str, right: str, wrong: Sequence[str]) -> str:
     """The question with its lettered answers below it, in an order that only the question decides.
 
     Every model and every attempt sees the same order, and the right answer is not always in the same place.
     """
-
-    question: str
-    right: str
-    wrong: Sequence[str]
-
-    def __call__(self, row: Row) -> str:
-        lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, self.ordered(row), strict=False)]
-        return "\n".join([Read(self.question)(row).strip(), "", *lines, "", "Answer with the letter of the right choice."])
-
-    def ordered(self, row: Row) -> list[str]:
-        texts = [Read(column)(row).strip() for column in (self.right, *self.wrong)]
-        seed = hashlib.blake2b(Read(self.question)(row).strip().encode(), digest_size=8).digest()
-        random.Random(int.from_bytes(seed)).shuffle(texts)
-        return texts
+    lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, _shuffled(row, question, right, wrong), strict=False)]
+    return "\n".join([Read(question)(row).strip(), "", *lines, "", "Answer with the letter of the right choice."])
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+def right_letter(row: Row, *, question: str, right: str, wrong: Sequence[str]) -> str:
+    """The letter of the right answer among the `choices`."""
+    return _LETTERS[_shuffled(row, question, right, wrong).index(Read(right)(row).strip())]
+
+
+def _shuffled(row: Row, question: str, right: str, wrong: Sequence[str]) -> list[str]:
+    texts = [Read(column)(row).strip() for column in (right, *wrong)]
+    seed = hashlib.blake2b(Read(question)(row).strip().encode(), digest_size=8).digest()
+    random.Random(int.from_bytes(seed)).shuffle(texts)
+    return texts
+
+
+def listed(row: Row, *, question: str, choices: str | Sequence[str]) -> str:
     """The question with the choices of a list, or of several columns, below it, lettered in their order."""
-
-    question: str
-    choices: str | Sequence[str]
-
-    def __call__(self, row: Row) -> str:
-        texts = find(row, self.choices) if isinstance(self.choices, str) else [find(row, name) for name in self.choices]
-        if not isinstance(texts, list) or not 2 <= len(texts) <= len(_LETTERS):
-            raise Unreadable(f"its {self.choices!r} is no list of 2 to {len(_LETTERS)} choices")
-        lines = [f"{letter}. {as_text(text, str(self.choices))}" for letter, text in zip(_LETTERS, texts, strict=False)]
-        return "\n".join([Read(self.question)(row), *lines])
+    texts = find(row, choices) if isinstance(choices, str) else [find(row, name) for name in choices]
+    if not isinstance(texts, list) or not 2 <= len(texts) <= len(_LETTERS):
+        raise Unreadable(f"its {choices!r} is no list of 2 to {len(_LETTERS)} choices")
+    lines = [f"{letter}. {as_text(text, str(choices))}" for letter, text in zip(_LETTERS, texts, strict=False)]
+    return "\n".join([Read(question)(row), *lines])
 
 
-@dataclass(frozen=True, slots=True)
-class LetterAt:
+def letter_at(row: Row, *, column: str) -> str:
     """The letter of a choice, of which the column holds the number, from 0."""
-
-    column: str
-
-    def __call__(self, row: Row) -> str:
-        number = find(row, self.column)
-        if not isinstance(number, int) or not 0 <= number < len(_LETTERS):
-            raise Unreadable(f"its {self.column!r} is {number!r}, not the number of a choice, from 0")
-        return _LETTERS[number]
+    number = find(row, column)
+    if not isinstance(number, int) or not 0 <= number < len(_LETTERS):
+        raise Unreadable(f"its {column!r} is {number!r}, not the number of a choice, from 0")
+    return _LETTERS[number]
 
 
-class RightLetter(Choices):
-    """The letter of the right answer among the choices."""
-
-    def __call__(self, row: Row) -> str:
-        return _LETTERS[self.ordered(row).index(Read(self.right)(row).strip())]
-
-
-@dataclass(frozen=True, slots=True)
-class ContestQuestion:
+def contest_question(row: Row, *, column: str) -> str:
     """A programming problem in the words of LiveCodeBench's `lcb_runner/prompts/code_generation.py`.
 
     A row with `starter_code` asks for its function, another for a program that reads its input.
     """
-
-    column: str
-
-    def __call__(self, row: Row) -> str:
-        starter = row.get("starter_code")
-        form = (
-            "You will use the following starter code to write the solution to the problem and enclose your code within"
-            " delimiters."
-            if starter
-            else "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the"
-            " sample inputs). Enclose your code within delimiters as follows."
-        )
-        return (
-            f"### Question:\n{Read(self.column)(row)}\n\n### Format: {form}\n```python\n{starter or '# YOUR CODE HERE'}\n```"
-            "\n\n### Answer: (use the provided format with backticks)"
-        )
+    starter = row.get("starter_code")
+    form = (
+        "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+        if starter
+        else "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample"
+        " inputs). Enclose your code within delimiters as follows."
+    )
+    return (
+        f"### Question:\n{Read(column)(row)}\n\n### Format: {form}\n```python\n{starter or '# YOUR CODE HERE'}\n```\n\n"
+        "### Answer: (use the provided format with backticks)"
+    )
 
 
 def apps_tests(row: Row) -> str:
@@ -313,10 +277,8 @@ def _reader(spec: str | Mapping[str, Any]) -> Reader:
     """The reader of a column, or of the keys of a reader."""
     if isinstance(spec, str):
         return Read(spec)
-    keys = {key: _reader(value) if isinstance(value, Mapping) else value for key, value in spec.items() if key != "read"}
-    kind: Any = globals()[spec.get("read", "Read")]
-    reader: Reader = kind(**keys) if isinstance(kind, type) else kind
-    return reader
+    keys: Any = {key: _reader(each) if isinstance(each, Mapping) else each for key, each in spec.items() if key != "read"}
+    return partial(globals()[spec["read"]], **keys) if "read" in spec else Read(**keys)
 
 
 def _published(table: Mapping[str, Any]) -> Published:

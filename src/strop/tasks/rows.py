@@ -11,6 +11,7 @@ from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -184,10 +185,8 @@ def _known_facts(row: Row, shape: Published) -> dict[str, str]:
     """Return the further facts of a published data set that this row has."""
     facts = {}
     for name, read in shape.facts.items():
-        try:
+        with suppress(Unreadable):
             facts[name] = read(row).strip()
-        except Unreadable:
-            continue
     if shape is PUBLISHED["strop"]:
         own = row.get("facts") or {}
         if not isinstance(own, Mapping):
@@ -222,8 +221,7 @@ class RowTasks(TaskSource):
     def __init__(self, tasks: IndexedRows[Task], *, seed: int, is_shuffled: bool = True) -> None:
         if not len(tasks):
             raise TaskError("a set of tasks is empty: there is nothing to roll out. Give it at least one row.")
-        self._tasks = tasks
-        self._is_shuffled = is_shuffled
+        self._tasks, self._is_shuffled = tasks, is_shuffled
         # Not a method: a reference cycle would keep the file of the tasks open.
         self._order = lru_cache(maxsize=2)(partial(_order_of_epoch, len(tasks), seed))
 
