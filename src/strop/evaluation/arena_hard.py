@@ -57,12 +57,10 @@ class Judged:
     @property
     def wins(self) -> tuple[float, float]:
         """(won, total): a verdict is won, lost or half won, and a clear one counts three times."""
-        each = [
-            ((found > 0) + 0.5 * (found == 0), _CLEAR_WEIGHT if abs(found) == 2 else 1)
-            for found in self.verdicts
-            if found is not None
-        ]
-        return sum(won * weight for won, weight in each), float(sum(weight for _, weight in each))
+        found = [each for each in self.verdicts if each is not None]
+        weights = [_CLEAR_WEIGHT if abs(each) == 2 else 1 for each in found]
+        won = sum(weight * ((each > 0) + 0.5 * (each == 0)) for weight, each in zip(weights, found, strict=True))
+        return won, float(sum(weights))
 
 
 def read_questions(path: Path, *, categories: Collection[str] = ()) -> list[Question]:
@@ -196,13 +194,8 @@ def win_rate(wins: Sequence[tuple[float, float]], *, seed: int) -> Estimate:
     mean = float(won.sum() / total.sum())
     if np.all(won / total == won[0] / total[0]):  # all resamples would agree
         return bounded_share(mean, len(won))
-    low, high = bootstrap_interval([won, total], _ratio_of_sums, seed=seed)
+    low, high = bootstrap_interval([won, total], lambda won, total, axis: won.sum(axis) / total.sum(axis), seed=seed)
     return Estimate(mean=mean, low=low, high=high)
-
-
-def _ratio_of_sums(won: np.ndarray, total: np.ndarray, axis: int) -> np.ndarray:
-    ratio: np.ndarray = won.sum(axis=axis) / total.sum(axis=axis)
-    return ratio
 
 
 def _question(place: str, row: Mapping[str, Any]) -> Question:

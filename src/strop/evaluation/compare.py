@@ -24,13 +24,8 @@ _SETTINGS = (
     *("model", "k", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("max_tokens", "max_turns", "prompt", "tools", "engine", "dtype"),
 )
-_NO_EFFECT = frozenset(
-    (
-        *("weights", "weight", "verify_deadline_s"),
-        *("url", "key_env", "timeout_s", "retries", "max_running", "cache"),  # of a service
-        *("device", "max_batch"),  # of a reward model
-    )
-)
+_NO_EFFECT = frozenset(("weights", "weight", "verify_deadline_s", "device", "max_batch"))  # the last two: of a reward model
+_NO_EFFECT |= {"url", "key_env", "timeout_s", "retries", "max_running", "cache"}  # of a service
 """Keys of a reward and of its parts that do not change a verdict. Weights change it if no part says what is right."""
 
 
@@ -79,6 +74,7 @@ def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison
     of_first, of_second = _by_question(first), _by_question(second)
     shared = [key for key in of_first if key in of_second]
     names = [str(each.result.get("benchmark", "unnamed")) for each in (first, second)]
+    settings = {key: (first.result.get(key), second.result.get(key)) for key in _SETTINGS}
     where = f"{first.directory} and {second.directory}"
     if not shared:
         raise RunError(
@@ -99,7 +95,7 @@ def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison
         num_shared=len(shared),
         num_only_first=len(of_first) - len(shared),
         num_only_second=len(of_second) - len(shared),
-        settings=_differing(first.result, second.result),
+        settings={key: (one, other) for key, (one, other) in settings.items() if one != other},
         stale=tuple(_stale_text(each) for each in (first, second) if each.why_stale),
         metrics=tuple(_metric(name, pairs, seed) for name in _metric_names(pairs)),
     )
@@ -123,12 +119,11 @@ def _by_question(files: EvalFiles) -> Problems:
 
 
 def _check_judges(first: EvalFiles, second: EvalFiles, where: str) -> None:
-    judges = [_judge(each.result) for each in (first, second)]
-    if judges[0] == judges[1]:
-        return
-    keys = [key for key in {**judges[0], **judges[1]} if judges[0].get(key) != judges[1].get(key)]
-    differing = ", ".join(f"{key} = {judges[0].get(key)!r} and {judges[1].get(key)!r}" for key in keys[:3])
-    raise RunError(f"{where} have different rewards: {differing}. Evaluate both with one reward.")
+    one, other = _judge(first.result), _judge(second.result)
+    if one != other:
+        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+        differing = ", ".join(f"{key} = {one.get(key)!r} and {other.get(key)!r}" for key in keys[:3])
+        raise RunError(f"{where} have different rewards: {differing}. Evaluate both with one reward.")
 
 
 def _judge(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,10 +151,6 @@ def _stale_text(files: EvalFiles) -> str:
         f"{stage}: stale, so its results do not match the recipe: {files.why_stale}. Rerun it: `strop train` with --from"
         f" {stage.name}."
     )
-
-
-def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (first.get(key), second.get(key)) for key in _SETTINGS if first.get(key) != second.get(key)}
 
 
 def _metric_names(pairs: Sequence[Pair]) -> list[str]:

@@ -37,10 +37,6 @@ _NOT_OFFERED = (
 )
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 class _Part(BaseModel):
     text: str
 
@@ -68,7 +64,7 @@ class _Asked(BaseModel):
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
 
@@ -83,6 +79,17 @@ class Answers(Protocol):
         """Return the status and the answer to a request. Raises `MachineError` if the engine is lost."""
 
 
+@contextmanager
+def _least_busy(running: list[int]) -> Iterator[int]:
+    """The place of the least of `running`, which is one more for the time of a `with`."""
+    at = running.index(min(running))
+    running[at] += 1
+    try:
+        yield at
+    finally:
+        running[at] -= 1
+
+
 class EngineAnswers:
     """Answers of engines that know only token ids: prompts come from the tokenizer's own chat template.
 
@@ -92,7 +99,7 @@ class EngineAnswers:
     def __init__(self, model: str, engines: Sequence[InferenceEngine], chat: ChatFormat, *, seed: int) -> None:
         self.model = model
         self._engines, self._chat, self._seed = engines, chat, seed
-        self._running: Counter[int] = Counter()  # by engine
+        self._running = [0] * len(engines)
         self._asked: Counter[tuple[int, ...]] = Counter()  # completions by prompt
         self._num = 0
 
@@ -115,18 +122,14 @@ class EngineAnswers:
                 raise failed
             return refusal(str(failed))
         done = [each for each in completions if isinstance(each, Completion)]
-        num_prompt, num_sampled = sum(map(len, prompts)), sum(len(each.ids) for each in done)
+        usage = {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": sum(len(each.ids) for each in done)}
         return 200, {
             "id": f"strop-{self._num}",
             "object": "chat.completion" if path == CHAT else "text_completion",
             "created": int(time.time()),
             "model": self.model,
             "choices": [self._choice(path, asked, each, index) for index, each in enumerate(done)],
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_sampled,
-                "total_tokens": num_prompt + num_sampled,
-            },
+            "usage": {**usage, "total_tokens": sum(usage.values())},
         }
 
     def _prompts(self, path: str, asked: _Asked) -> list[tuple[int, ...]]:
@@ -137,32 +140,26 @@ class EngineAnswers:
         return [self._chat.raw_ids([Span(text=each, is_ours=True)]) if isinstance(each, str) else tuple(each) for each in texts]
 
     async def _sample(self, path: str, asked: _Asked, ids: tuple[int, ...]) -> Completion:
-        at = min(range(len(self._engines)), key=self._running.__getitem__)
-        engine = self._engines[at]
         self._num += 1
         self._asked[ids] += 1
-        room = max(1, engine.capacity.max_request_tokens - len(ids))
-        request = CompletionRequest(
-            id=f"endpoint-{self._num}",
-            ids=ids,
-            max_tokens=asked.max_completion_tokens or asked.max_tokens or (room if path == CHAT else _DEFAULT_MAX_TOKENS),
-            stop_ids=self._chat.stop_ids | set(asked.stop_token_ids),
-            temperature=max(asked.temperature, LOWEST_TEMPERATURE) if asked.temperature else 0.0,  # as vLLM does
-            seed=derive_seed("endpoint", self._seed if asked.seed is None else asked.seed, *ids, self._asked[ids]),
-            stop_strings=asked.stop,
-            truncation=Truncation(
-                top_p=asked.top_p,
-                top_k=max(0, asked.top_k),
-                min_p=asked.min_p,
-                repetition_penalty=asked.repetition_penalty,
-            ),
-        )
-        self._running[at] += 1
-        try:
-            return await engine.complete(request)
-        finally:
-            self._running[at] -= 1
-            await engine.release(request.id)
+        truncation = asked.model_dump(include={"top_p", "min_p", "repetition_penalty"})
+        with _least_busy(self._running) as at:
+            engine = self._engines[at]
+            room = max(1, engine.capacity.max_request_tokens - len(ids))
+            request = CompletionRequest(
+                id=f"endpoint-{self._num}",
+                ids=ids,
+                max_tokens=asked.max_completion_tokens or asked.max_tokens or (room if path == CHAT else _DEFAULT_MAX_TOKENS),
+                stop_ids=self._chat.stop_ids | set(asked.stop_token_ids),
+                temperature=max(asked.temperature, LOWEST_TEMPERATURE) if asked.temperature else 0.0,  # as vLLM does
+                seed=derive_seed("endpoint", self._seed if asked.seed is None else asked.seed, *ids, self._asked[ids]),
+                stop_strings=asked.stop,
+                truncation=Truncation(top_k=max(0, asked.top_k), **truncation),
+            )
+            try:
+                return await engine.complete(request)
+            finally:
+                await engine.release(request.id)
 
     def _choice(self, path: str, asked: _Asked, completion: Completion, index: int) -> dict[str, Any]:
         ids = list(completion.ids)
@@ -183,27 +180,23 @@ class ServerAnswers:
     def __init__(self, model: str, engines: Sequence[ServerEngine], chat: ChatFormat) -> None:
         self.model = model
         self._engines, self._stop_ids = engines, sorted(chat.stop_ids)
-        self._running: Counter[int] = Counter()  # by engine
+        self._running = [0] * len(engines)
         self._names: dict[int, str] = {}  # of the model at each engine
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Mapping[str, Any]]:
         if body.get("stream"):
             return refusal("answers do not stream. Leave out 'stream'.")
-        at = min(range(len(self._engines)), key=self._running.__getitem__)
-        engine = self._engines[at]
-        self._running[at] += 1
         try:
-            if at not in self._names:
-                self._names[at] = (await engine.forward(MODELS))["data"][0]["id"]
-            # strop starts servers without the model's generation_config.json, which would name what ends a turn.
-            body = {"stop_token_ids": self._stop_ids, **body, "model": self._names[at]}
-            return 200, await engine.forward(path, body)
+            with _least_busy(self._running) as at:
+                if at not in self._names:
+                    self._names[at] = (await self._engines[at].forward(MODELS))["data"][0]["id"]
+                # strop starts servers without the model's generation_config.json, which would name what ends a turn.
+                body = {"stop_token_ids": self._stop_ids, **body, "model": self._names[at]}
+                return 200, await self._engines[at].forward(path, body)
         except MachineError:
             raise
         except StropError as error:
             return refusal(str(error))
-        finally:
-            self._running[at] -= 1
 
 
 def refusal(text: str, status: int = 400) -> tuple[int, Mapping[str, Any]]:
@@ -216,12 +209,10 @@ class Endpoint:
     """The address of a served policy, and what was asked there."""
 
     def __init__(self, answers: Answers) -> None:
-        self.model = answers.model
-        self.port = 0
-        self.num_requests = 0
-        self.num_refused = 0
-        self.first_refusal = ""
+        self.model, self.port = answers.model, 0
+        self.num_requests = self.num_refused = 0
         self.num_tokens = 0  # that were sampled
+        self.first_refusal = ""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the error of the engine when that is lost."""
         self._answers = answers

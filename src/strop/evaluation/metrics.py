@@ -74,31 +74,14 @@ BUCKETS = (*(f"{low}-{high}s" for low, high in itertools.pairwise(_BOUNDS_S)), f
 _UPPER_S = tuple(map(float, _BOUNDS_S[1:]))
 
 
-_STEMS = (  # rStar2-Agent (arXiv 2508.20722), section 5.4 and its two traces, and their kin; inflected forms of each count, too
-    r"(?:double|cross)?-?check(?:s|ed|ing)?",
-    r"(?:re-?|cross-?)?verif(?:y|ies|ied|ying)",
-    r"(?:re-?)?validat(?:e|es|ed|ing)",
-    r"confirm(?:s|ed|ing)?",
-    r"re-?(?:run|runs|running|execute|executes|executing)",
-    r"re-?(?:evaluate|evaluates|evaluating|consider|examine|calculate|compute|think)",
-    r"(?:try|tries|trying) again",
-    r"debug(?:s|ged|ging)?",
-    r"fix(?:es|ed|ing)?",
-    r"correct(?:ed|ing|ly)?",
-    r"errors?",
-    r"mistakes?",
-    r"wrong",
-    r"inconsisten(?:t|cy|cies)",
-    r"but",
-    r"however",
-    r"wait",
-    r"actually",
-    r"alternatively",
-    r"instead",
-    r"perhaps",
-    r"maybe",
+REFLECTION = re.compile(  # rStar2-Agent (arXiv 2508.20722), section 5.4 and its two traces, and their kin, with inflected forms
+    r"(?<![\w-])(?:(?:double|cross)?-?check(?:s|ed|ing)?|(?:re-?|cross-?)?verif(?:y|ies|ied|ying)|(?:re-?)?validat(?:e|es|ed|ing)"
+    r"|confirm(?:s|ed|ing)?|re-?(?:run|runs|running|execute|executes|executing)"
+    r"|re-?(?:evaluate|evaluates|evaluating|consider|examine|calculate|compute|think)|(?:try|tries|trying) again"
+    r"|debug(?:s|ged|ging)?|fix(?:es|ed|ing)?|correct(?:ed|ing|ly)?|errors?|mistakes?|wrong|inconsisten(?:t|cy|cies)"
+    r"|but|however|wait|actually|alternatively|instead|perhaps|maybe)(?![\w-])",
+    re.IGNORECASE,
 )
-REFLECTION = re.compile(rf"(?<![\w-])(?:{'|'.join(_STEMS)})(?![\w-])", re.IGNORECASE)
 """English words that signal reflection. The list is ours: the paper gives only examples."""
 _NUM_READ = 1024  # rollouts of a step whose texts are searched for such words, at 8 MB a second
 
@@ -177,7 +160,7 @@ def entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
     turns = [turn.completion for group in groups for each in group.trajectories for turn in each.trajectory.turns]
     if any(len(each.entropies) != len(each.ids) for each in turns):
         return {}
-    sampled = [entropy for each in turns for entropy, forced in zip(each.entropies, each.is_forced, strict=True) if not forced]
+    sampled = [nats for each in turns for nats, forced in zip(each.entropies, each.is_forced, strict=True) if not forced]
     return {"rollout/entropy_nats": math.fsum(sampled) / len(sampled)} if sampled else {}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def figures_of(
         figures["num_tasks_below_k"] = len(judged) - len(whole)
         if whole:
             figures["pass_at_k"] = pass_at_k(whole, k=k)
-            figures["pass_at"] = {str(each): pass_at_k(whole, k=each) for each in _powers_of_two(k)}
+            sizes = sorted({k, *(2**power for power in range(k.bit_length()))})
+            figures["pass_at"] = {str(each): pass_at_k(whole, k=each) for each in sizes}
         if votes is not None:
             cast = [each for each, of_task in zip(votes, verdicts, strict=True) if of_task]
             figures["maj_at_k"] = majority_at_k(cast, judged)
@@ -83,11 +84,14 @@ def figures_of(
         for name, value in rollout_metrics(groups, verdict).items()
         if name.startswith("rollout/") and name != "rollout/accuracy"
     }
-    has_form = bool(judged) and any(FORM in scored.reward_parts for group in played for scored in group.trajectories)
+    scored = [each for group in played for each in group.trajectories]
+    has_form = bool(judged) and any(FORM in each.reward_parts for each in scored)
     none = {kind.value: 0 for kind in ResponseKind if has_form and kind is not ResponseKind.WRONG}
-    figures["kinds"] = none | Counter(kind for group in played for kind in _kinds(group, verdict))
+    rights = [(each, is_right) for each in scored if (is_right := verdict(each)) is not None]
+    figures["kinds"] = none | Counter(kind_of(each, is_right=is_right).value for each, is_right in rights)
     figures["is_final"] = figures["void_fraction"] <= MAX_VOID_FRACTION
-    figures["tool_outcomes"] = _tool_outcomes(groups)
+    outcomes = Counter(call.outcome.value for each in scored for call in each.trajectory.calls)
+    figures["tool_outcomes"] = dict(sorted(outcomes.items()))
     figures["parts"] = _parts(played, seed=seed)
     return figures
 
@@ -153,10 +157,7 @@ def read_eval(path: Path) -> EvalFiles:
     if not isinstance(result, dict) or not {"accuracy", "num_tasks"} & result.keys():
         raise RunError(f"{found[0]}: not the result of an evaluation. Give a run of `strop eval`, or its stage.")
     return EvalFiles(
-        directory=found[0].parent,
-        result=result,
-        problems=read_lines(found[0].parent / PROBLEMS),
-        why_stale=why_stale(found[0]),
+        directory=found[0].parent, result=result, problems=read_lines(found[0].parent / PROBLEMS), why_stale=why_stale(found[0])
     )
 
 
@@ -194,29 +195,13 @@ def _verdicts(group: Group, verdict: Verdict) -> list[bool]:
     return [bool(each) for each in found] if None not in found else []
 
 
-def _kinds(group: Group, verdict: Verdict) -> list[str]:
-    found = [(scored, verdict(scored)) for scored in group.trajectories]
-    return [kind_of(scored, is_right=is_right).value for scored, is_right in found if is_right is not None]
-
-
-def _powers_of_two(k: int) -> list[int]:
-    """Return 1, 2, 4, ... and `k` itself."""
-    return sorted({k, *(2**power for power in range(k.bit_length()))})
-
-
-def _tool_outcomes(groups: Sequence[Group]) -> dict[str, int]:
-    calls = (call for group in groups for scored in group.trajectories for call in scored.trajectory.calls)
-    return dict(sorted(Counter(call.outcome.value for call in calls).items()))
-
-
 def _parts(groups: Sequence[Group], *, seed: int) -> dict[str, dict[str, float]]:
     """Return each part of the reward as a mean over the tasks that have it, with its interval."""
     names = sorted({name for group in groups for scored in group.trajectories for name in scored.reward_parts})
     found = {}
     for name in names:
         judged = [[each.reward_parts[name] for each in group.trajectories if name in each.reward_parts] for group in groups]
-        each = average_at_k([of_task for of_task in judged if of_task], seed=seed)
-        found[name] = {"mean": each.mean, "low": each.low, "high": each.high}
+        found[name] = asdict(average_at_k([of_task for of_task in judged if of_task], seed=seed))
     return found
 
 
@@ -270,21 +255,14 @@ def gather(directories: Sequence[Path]) -> Leaderboard:
     if not entries:
         reasons = "; ".join(left_out) or "there is no eval/result.json"
         raise RunError(f"{', '.join(map(str, directories))}: no evaluation to show: {reasons}. Run `strop eval` first.")
-    entries = _with_stages(entries)
-    entries.sort(key=lambda each: (each.benchmark, -each.accuracy, each.name, str(each.place)))
-    names = dict.fromkeys(each.benchmark for each in entries)
-    return Leaderboard(
-        benchmarks={name: [each for each in entries if each.benchmark == name] for name in names}, left_out=left_out
-    )
-
-
-def _with_stages(entries: Sequence[Entry]) -> list[Entry]:
-    """Add the stage to the name where a run has several evaluations of a benchmark."""
     counts = Counter((each.benchmark, _run_of(each.place)) for each in entries)
-    return [
-        replace(each, name=f"{each.name}/{each.place.name}") if counts[each.benchmark, _run_of(each.place)] > 1 else each
-        for each in entries
-    ]
+    several = {each.place for each in entries if counts[each.benchmark, _run_of(each.place)] > 1}
+    entries = [replace(each, name=f"{each.name}/{each.place.name}") if each.place in several else each for each in entries]
+    entries.sort(key=lambda each: (each.benchmark, -each.accuracy, each.name, str(each.place)))
+    benchmarks: dict[str, list[Entry]] = {}
+    for each in entries:
+        benchmarks.setdefault(each.benchmark, []).append(each)
+    return Leaderboard(benchmarks=benchmarks, left_out=left_out)
 
 
 def _entry(path: Path) -> Entry:

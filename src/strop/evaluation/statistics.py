@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int) -> Estimate:
     mean = float(means.mean())
     if np.all(means == means[0]) and 0 <= means[0] <= 1:
         return bounded_share(mean, len(means))
-    low, high = bootstrap_interval([means], _mean, seed=seed)
+    low, high = bootstrap_interval([means], np.mean, seed=seed)
     return Estimate(mean=mean, low=low, high=high)
 
 
@@ -56,9 +57,7 @@ def bounded_share(mean: float, num: int) -> Estimate:
     return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
 
 
-def bootstrap_interval(
-    columns: Sequence[np.ndarray], statistic: Callable[..., np.ndarray], *, seed: int
-) -> tuple[float, float]:
+def bootstrap_interval(columns: Sequence[np.ndarray], statistic: Callable[..., Any], *, seed: int) -> tuple[float, float]:
     """Return the percentile bootstrap interval of `statistic(*columns, axis=-1)` over rows drawn with replacement."""
     if all(np.all(column == column[0]) for column in columns):  # also where there is one row, which SciPy refuses
         value = float(statistic(*columns, axis=-1))
@@ -77,11 +76,6 @@ def bootstrap_interval(
         rng=np.random.default_rng(seed),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
-
-
-def _mean(values: np.ndarray, axis: int) -> np.ndarray:
-    mean: np.ndarray = np.mean(values, axis=axis)
-    return mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +123,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, seed: 
     differences = np.subtract(np.asarray(second, dtype=np.float64), np.asarray(first, dtype=np.float64))
     mean = float(differences.mean())
     if differences.min() < differences.max():
-        low, high = bootstrap_interval([differences], _mean, seed=seed)
+        low, high = bootstrap_interval([differences], np.mean, seed=seed)
         standard_error: float | None = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     else:
         reach = unseen_share(len(differences)) if is_share else 0.0
@@ -157,7 +151,7 @@ def _swap_test(differences: np.ndarray, seed: int) -> float:
 
     found = stats.permutation_test(
         [differences],
-        _distance_of_sum,
+        lambda values, axis: np.abs(values.sum(axis=axis)),
         permutation_type="samples",
         vectorized=True,
         alternative="greater",
@@ -166,11 +160,6 @@ def _swap_test(differences: np.ndarray, seed: int) -> float:
         rng=np.random.default_rng(seed),
     )
     return float(found.pvalue)
-
-
-def _distance_of_sum(differences: np.ndarray, axis: int) -> np.ndarray:
-    distance: np.ndarray = np.abs(differences.sum(axis=axis))
-    return distance
 
 
 def mean_of_seeds(values: Sequence[float]) -> Estimate:
