@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from strop.rewards.math_notation import canonical, number_in_words
+from strop.rewards.math_text import canonical, number_in_words
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,7 @@ from strop.rewards.math import MathReward
 from strop.rewards.sum import SumReward, function_reward
 from strop.rollout.prompt import AnswerForm
 
-__all__ = [
-    "SETTINGS",
-    "MathReward",
-    "Reward",
-    "RunService",
-    "SumReward",
-    "function_reward",
-    "judge_group",
-    "make_reward",
-]
+__all__ = ["SETTINGS", "MathReward", "Reward", "RunService", "SumReward", "function_reward", "judge_group", "make_reward"]
 
 
 SETTINGS = {

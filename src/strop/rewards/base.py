@@ -373,9 +373,8 @@ OPENING, CLOSING = "<answer>", "</answer>"
 
 def final_text(trajectory: Trajectory) -> str | None:
     """The policy's last turn; None if the policy did not end the rollout itself."""
-    if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.turns:
-        return None
-    return trajectory.turns[-1].completion_text
+    has_ended = trajectory.stop_reason is StopReason.ANSWERED and trajectory.turns
+    return trajectory.turns[-1].completion_text if has_ended else None
 
 
 def last_answer_block(text: str) -> str | None:
@@ -390,8 +389,7 @@ def extract_answer(trajectory: Trajectory, *, needs_box: bool) -> str | None:
 
     Boxes with different contents are no answer: it is not clear which one is meant, and a policy must not learn to try several.
     """
-    text = final_text(trajectory)
-    block = None if text is None else last_answer_block(text)
+    block = last_answer_block(final_text(trajectory) or "")
     if block is None:
         return None
     boxes = boxed(block)
@@ -403,12 +401,8 @@ def extract_answer(trajectory: Trajectory, *, needs_box: bool) -> str | None:
 
 def has_answer_format(trajectory: Trajectory) -> bool:
     r"""Whether the policy ended the rollout itself and wrote exactly one answer tag, with one `\boxed{}` inside."""
-    text = final_text(trajectory)
-    if text is None:
-        return False
-    written = "".join(turn.completion_text for turn in trajectory.turns)
-    block = last_answer_block(text)
-    return written.count(OPENING) == written.count(CLOSING) == 1 and block is not None and len(boxed(block)) == 1
+    said, block = written(trajectory), last_answer_block(final_text(trajectory) or "")
+    return said.count(OPENING) == said.count(CLOSING) == 1 and block is not None and len(boxed(block)) == 1
 
 
 def has_called(trajectory: Trajectory) -> bool:

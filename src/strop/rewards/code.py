@@ -12,15 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strop.config import Config
 from strop.errors import ConfigError, TaskError
-from strop.rewards.base import (
-    CLOSING,
-    OPENING,
-    AnswerReward,
-    PositiveWeight,
-    RolloutPart,
-    RunService,
-    final_text,
-)
+from strop.rewards.base import CLOSING, OPENING, AnswerReward, PositiveWeight, RolloutPart, RunService, final_text
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.code_tests import CaseOutcome, CodeTest, CodeTestReport, run_tests
 from strop.types import Task, Trajectory
@@ -142,8 +134,7 @@ class CodePart(RolloutPart):
         code = extract_code(trajectory)
         if code is None:
             return 0.0
-        stops = mode in ("all", "subtasks")
-        report = await self.report(code, tests, stops=stops, subtasks=subtasks)
+        report = await self.report(code, tests, stops=mode in ("all", "subtasks"), subtasks=subtasks)
         if mode == "subtasks":
             return tests.score([case.outcome is CaseOutcome.PASSED for case in report.cases])
         if mode == "share":
@@ -185,10 +176,8 @@ def extract_code(trajectory: Trajectory) -> str | None:
     text = final_text(trajectory) or ""
     answer = text.partition(OPENING)[2].rpartition(CLOSING)[0]
     blocks = _blocks(answer if "```" in answer else text)
-    of_python = [code for language, code in blocks if language in _PYTHON] or [
-        code for language, code in blocks if not language
-    ]
-    return of_python[-1] if of_python else None
+    of_python, others = ([code for language, code in blocks if language in names] for names in (_PYTHON, ("",)))
+    return next(reversed(of_python or others), None)
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:

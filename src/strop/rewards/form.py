@@ -54,7 +54,8 @@ def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = F
     opening = rf"<{think_tag}>" + ("" if is_prefilled else edge)
     pattern = rf"{opening}.*?{edge}</{think_tag}>{gap}<answer>{edge}.*?{edge}</answer>"
     text = text.rstrip() if newlines else text.strip()
-    return float(_has_each_once(text, think_tag) and re.fullmatch(pattern, text, re.DOTALL) is not None)
+    has_each_once = all(text.count(tag) == 1 for tag in _tags(think_tag))
+    return float(has_each_once and re.fullmatch(pattern, text, re.DOTALL) is not None)
 
 
 def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
@@ -96,10 +97,6 @@ def reasoning_steps(text: str) -> float:
 
 def _tags(think_tag: str) -> tuple[str, ...]:
     return f"<{think_tag}>", f"</{think_tag}>", "<answer>", "</answer>"
-
-
-def _has_each_once(text: str, think_tag: str) -> bool:
-    return all(text.count(tag) == 1 for tag in _tags(think_tag))
 
 
 class FormatPart(RolloutPart):
@@ -278,7 +275,8 @@ def arpo_reward(
     if answer is None:
         return INVALID
     accuracy = max((token_f1(answer, reference) for reference in references), default=0.0)
-    return accuracy + bonus if accuracy > 0 and _has_used(trajectory, multi_tool) else accuracy
+    called = {call.name for call in trajectory.calls if call.outcome.is_dispatched}
+    return accuracy + bonus if accuracy > 0 and multi_tool and called >= set(multi_tool) else accuracy
 
 
 def token_f1(answer: str, reference: str) -> float:
@@ -315,10 +313,9 @@ def _answer(trajectory: Trajectory) -> str | None:
 
 def _is_well_formed(trajectory: Trajectory, said: str) -> bool:
     """Paired thought tags, one pair of answer tags, every call answered, and no result written by the policy itself."""
-    num_thoughts = said.count("<think>")
-    if num_thoughts == 0 or num_thoughts != said.count("</think>") or "<result>" in said:
+    if not 0 < said.count("<think>") == said.count("</think>") or "<result>" in said:
         return False
-    if said.count(OPENING) != 1 or said.count(CLOSING) != 1:
+    if not said.count(OPENING) == said.count(CLOSING) == 1:
         return False
     calls = TagCalls(())
     return not any(
@@ -332,11 +329,6 @@ def _has_half_a_call(calls: TagCalls, text: str) -> bool:
     """Whether a tag is left open, or closed without being opened, as the player of the rollout reads it."""
     failed = [call for call in calls.parse(text, max_calls=1) if isinstance(call, FailedCall)]
     return any(call.outcome is ToolOutcome.UNCLOSED or f"<{call.name}>" not in text for call in failed)
-
-
-def _has_used(trajectory: Trajectory, names: Sequence[str]) -> bool:
-    called = {call.name for call in trajectory.calls if call.outcome.is_dispatched}
-    return bool(names) and called >= set(names)
 
 
 class F1Part(RolloutPart):

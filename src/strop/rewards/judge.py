@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from string import Template
 from typing import Self, TypeAlias
@@ -121,13 +122,8 @@ class ModelJudge:
 
     async def score(self, exchange: Exchange, *, judgement: int = 0) -> float:
         """From `lowest` to `highest`. Raises `NotJudged` if there is no judgement, otherwise as `compare`."""
-        asked = Template(self.config.score_prompt or SCORE_PROMPT).substitute(
-            prompt=exchange.prompt,
-            response=exchange.response,
-            reference=exchange.reference,
-            lowest=f"{self.config.lowest:g}",
-            highest=f"{self.config.highest:g}",
-        )
+        limits = {"lowest": f"{self.config.lowest:g}", "highest": f"{self.config.highest:g}"}
+        asked = Template(self.config.score_prompt or SCORE_PROMPT).substitute(asdict(exchange) | limits)
         return await self._ask(asked, self._number, judgement=judgement)
 
     async def close(self) -> None:
@@ -172,8 +168,7 @@ class JudgePart(PreferencePart):
     class Config(PreferenceConfig):
         judge: JudgeConfig = Field(description="The language model and its prompt.")
         against_answer: bool = Field(
-            default=False,
-            description="Compare with the task's answer, in random order: 1 if the response is better, else 0.",
+            default=False, description="Compare with the task's answer, in random order: 1 if the response is better, else 0."
         )
 
     config: Config

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -77,12 +78,8 @@ def could_be_an_answer(gold: str) -> bool:
     """
     if not any(map(str.isalnum, gold)) and _NAMELESS.search(gold) is None:
         return False
-    depth = 0
-    for brace in _BRACE.findall(gold):
-        depth += {"{": 1, "}": -1}.get(brace, 0)
-        if depth < 0:
-            return False
-    return depth == 0
+    depths = [*accumulate({"{": 1, "}": -1}.get(brace, 0) for brace in _BRACE.findall(gold))]
+    return not depths or (min(depths) >= 0 and depths[-1] == 0)
 
 
 def _rational(text: str) -> Fraction | None:
@@ -141,16 +138,13 @@ class MathVerifier:
         """As `verify`, of the values that are left when the form of both is read; see `pairs_to_compare`."""
         if (is_same := exact_match(gold, prediction)) is not None:  # most answers are plain numbers
             return PairVerdict.EQUAL if is_same else PairVerdict.UNEQUAL
-        is_short = len(gold) <= MAX_CHARS and len(prediction) <= MAX_CHARS
-        pairs = pairs_to_compare(gold, prediction) if is_short else None
-        if pairs is None:
+        is_short = max(len(gold), len(prediction)) <= MAX_CHARS
+        if not is_short or (pairs := pairs_to_compare(gold, prediction)) is None:
             return PairVerdict.UNEQUAL
-        verdict = PairVerdict.EQUAL
         for pair in pairs:  # one after the other: the first that is wrong decides
-            verdict = await self.verify(*pair)
-            if verdict is not PairVerdict.EQUAL:
-                break
-        return verdict
+            if (verdict := await self.verify(*pair)) is not PairVerdict.EQUAL:
+                return verdict
+        return PairVerdict.EQUAL
 
     async def can_read(self, gold: str) -> bool:
         """Whether an answer can be compared with `gold`. Prose can: it is compared as text. Cached for each text.

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from strop.rewards.math_notation import NUMBER_WORDS, TEXT, canonical, written
+from strop.rewards.math_text import NUMBER_WORDS, TEXT, canonical, written
 from strop.sandbox.numbers import plain_number
 
 Pairs: TypeAlias = list[tuple[str, str]]
@@ -61,31 +61,13 @@ _DIMENSIONS = {
     "money": {"cent": (1, 100), "dollar": (1, 1)},
 }
 _UNITS = {name: (dimension, Fraction(*size)) for dimension, units in _DIMENSIONS.items() for name, size in units.items()}
-_ALSO_CALLED = {
-    "mm": "millimeter millimetre",
-    "cm": "centimeter centimetre",
-    "m": "meter metre",
-    "km": "kilometer kilometre",
-    "inch": "in inche",
-    "foot": "feet ft",
-    "yard": "yd",
-    "mile": "mi",
-    "second": "s sec",
-    "minute": "min",
-    "hour": "h hr",
-    "g": "gram",
-    "kg": "kilogram",
-    "mg": "milligram",
-    "ounce": "oz",
-    "pound": "lb",
-    "ml": "milliliter",
-    "liter": "l litre",
-    "dollar": "usd",
-    "degree": "deg",
-    "percent": "percentage pct",
-    "radian": "rad",
-}
-_ALIASES = {alias: name for name, aliases in _ALSO_CALLED.items() for alias in aliases.split()} | {"mile per hour": "mph"}
+_NAMES_OF_UNITS = (
+    "mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, inch in inche, foot feet ft"
+    ", yard yd, mile mi, second s sec, minute min, hour h hr, g gram, kg kilogram, mg milligram, ounce oz, pound lb"
+    ", ml milliliter, liter l litre, dollar usd, degree deg, percent percentage pct, radian rad"
+)
+_ALIASES = {alias: name for name, *aliases in map(str.split, _NAMES_OF_UNITS.split(",")) for alias in aliases}
+_ALIASES["mile per hour"] = "mph"
 _GENERIC = "unit"
 _UnitOf: TypeAlias = tuple[str, int] | None
 _PERCENT: _UnitOf = ("percent", 1)
@@ -289,25 +271,21 @@ def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
         return next(each[0] for each in read if each), r" \cup ".join(each[1] for each in read if each)
     sides, signs = relations
     names = [side for side in sides if _NAME.fullmatch(side)]
-    if signs == [r"\ne"] and len(names) == 1:
-        value = next(side for side in sides if side != names[0])
-        return names[0], rf"(-\infty, {value}) \cup ({value}, \infty)"
-    if not signs or len(names) != 1 or any(sign not in _ORDER for sign in signs) or len(sides) > 3:
+    if not signs or len(names) != 1:
         return None
-    order = [_ORDER[sign] for sign in signs]
-    if len(sides) == 2 and sides[0] == names[0]:  # x < 4 is 4 > x
-        sides, order = sides[::-1], [_mirrored(order[0])]
-    if len(sides) == 2:  # 4 > x
-        is_upper, closed = order[0][0] == ">", len(order[0]) > 1
-        if is_upper:
-            return names[0], rf"(-\infty, {sides[0]}{']' if closed else ')'}"
-        return names[0], rf"{'[' if closed else '('}{sides[0]}, \infty)"
-    if sides[1] != names[0] or order[0][0] != order[1][0]:
+    name = names[0]
+    if signs == [r"\ne"]:
+        value = next(side for side in sides if side != name)
+        return name, rf"(-\infty, {value}) \cup ({value}, \infty)"
+    order = [_ORDER.get(sign, "") for sign in signs]
+    if "" in order or len(sides) > 3 or len({each[0] for each in order}) > 1:
         return None
-    if order[0][0] == ">":
-        sides, order = sides[::-1], [_mirrored(each) for each in order[::-1]]
+    if order[0][0] == ">":  # 4 > x is x < 4
+        sides, order = sides[::-1], order[::-1]
+    if len(sides) == 2:
+        sides, order = ([r"-\infty", *sides], ["<", *order]) if sides[0] == name else ([*sides, r"\infty"], [*order, "<"])
     opening, closing = "[" if len(order[0]) > 1 else "(", "]" if len(order[1]) > 1 else ")"
-    return names[0], f"{opening}{sides[0]}, {sides[2]}{closing}"
+    return (name, f"{opening}{sides[0]}, {sides[2]}{closing}") if sides[1] == name else None
 
 
 def _listed(gold: str, answer: str) -> str | None:
@@ -323,10 +301,6 @@ def _listed(gold: str, answer: str) -> str | None:
     if gold[0] == "(":  # the coordinates in the order of their names
         return f"({listed})" if len(set(names)) == len(elements) and names in (sorted(names), ["r", r"\theta"]) else None
     return listed if len({name.partition("_")[0] for name in names}) == 1 and gold[0] != "[" else None
-
-
-def _mirrored(sign: str) -> str:
-    return sign.translate(str.maketrans("<>", "><"))
 
 
 def _of_values(gold: str, answer: str) -> Pairs | None:

@@ -56,10 +56,9 @@ def r1_zero_reward_fn(response: str, ground_truth: Gold, fast: bool = True, *, j
         MachineError: answers cannot be compared on this machine.
         UserError: a library that `judge` needs is not installed.
     """
-    if not has_r1_zero_format(response):
-        return _rewards(is_formatted=False, is_correct=False)
-    answer = answer_after_thoughts(response)
-    return _rewards(is_formatted=True, is_correct=answer is not None and _is_correct(answer, ground_truth, fast, judge))
+    is_formatted = has_r1_zero_format(response)
+    answer = answer_after_thoughts(response) if is_formatted else None
+    return _rewards(answer, ground_truth, fast, judge, is_formatted=is_formatted)
 
 
 def answer_after_thoughts(response: str) -> str | None:
@@ -73,11 +72,6 @@ def has_r1_zero_format(response: str) -> bool:
     return _FORMAT in response and CLOSING in response
 
 
-def has_question_only_format(response: str) -> bool:
-    """Whether the format of `question_only_reward_fn` is right."""
-    return last_box(response) is not None
-
-
 def question_only_reward_fn(
     response: str, ground_truth: Gold, fast: bool = True, *, judge: _Judge = "strop"
 ) -> dict[str, float]:
@@ -86,37 +80,26 @@ def question_only_reward_fn(
     Arguments, return value and exceptions are those of `r1_zero_reward_fn`.
     """
     answer = last_box(response)
-    if answer is None:
-        return _rewards(is_formatted=False, is_correct=False)
-    return _rewards(is_formatted=True, is_correct=_is_correct(answer, ground_truth, fast, judge))
+    return _rewards(answer, ground_truth, fast, judge, is_formatted=answer is not None)
 
 
-def _is_correct(answer: str, ground_truth: Gold, fast: bool, judge: _Judge) -> bool:
-    golds = [str(ground_truth)] if isinstance(ground_truth, str | int | float) else ground_truth
+def _rewards(answer: str | None, truth: Gold, fast: bool, judge: _Judge, *, is_formatted: bool) -> dict[str, float]:
+    golds = [str(truth)] if isinstance(truth, str | int | float) else truth
+    right = float(answer is not None and any(_is_equal(gold, answer, fast, judge) for gold in golds))
+    return {"format_reward": float(is_formatted), "answer_reward": right, "reward": right}
+
+
+def _is_equal(gold: str, answer: str, fast: bool, judge: _Judge) -> bool:
     if judge == "dr_grpo":
-        return any(is_equal_to_dr_grpo(gold, answer, is_fast=fast) for gold in golds)
-    return any(_is_equal(last_box(gold) or gold, answer, fast) for gold in golds)
-
-
-def _is_equal(gold: str, answer: str, fast: bool) -> bool:
-    gold, answer = cleaned(gold), cleaned(answer)
-    is_equal = same_base_and_power(gold, answer)
-    if is_equal is None:
-        is_equal = equal_by_text(gold, answer)
-    if is_equal is not None:
-        return is_equal
+        return is_equal_to_dr_grpo(gold, answer, is_fast=fast)
+    gold, answer = cleaned(last_box(gold) or gold), cleaned(answer)
+    for compare in (same_base_and_power, equal_by_text):
+        if (is_equal := compare(gold, answer)) is not None:
+            return is_equal
     differences = left_to_algebra(gold, answer)
     if differences is not None and (not differences or ask(lambda at, limit_s: at.are_zero(differences, wall_s=limit_s))):
         return True
     return not fast and ask(lambda at, limit_s: at.compare(gold, answer, wall_s=limit_s))
-
-
-def _rewards(*, is_formatted: bool, is_correct: bool) -> dict[str, float]:
-    return {
-        "format_reward": float(is_formatted),
-        "answer_reward": float(is_correct),
-        "reward": float(is_formatted and is_correct),
-    }
 
 
 class R1ZeroPart(AnswerPart):
@@ -143,9 +126,7 @@ class R1ZeroPart(AnswerPart):
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         text = final_text(trajectory)
-        if text is None:
-            return 0.0
-        return (await self._judge(self.grade, text, task.answer))["reward"]
+        return 0.0 if text is None else (await self._judge(self.grade, text, task.answer))["reward"]
 
     def read_answer(self, trajectory: Trajectory) -> str | None:
         text = final_text(trajectory) or ""
@@ -185,4 +166,4 @@ class R1ZeroFormatPart(RolloutPart):
 class QuestionOnlyFormatPart(R1ZeroFormatPart):
     """The format that the grader `question_only` requires: 0 or 1."""
 
-    has_format = staticmethod(has_question_only_format)
+    has_format = staticmethod(lambda response: last_box(response) is not None)

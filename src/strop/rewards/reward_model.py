@@ -5,7 +5,6 @@ The model is transformers' sequence classifier with one label, so other programs
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from strop.errors import ModelError
 from strop.rewards.scorers import Exchange
@@ -112,9 +112,7 @@ def last_token_scores(model: transformers.PreTrainedModel, rows: Sequence[Sequen
     float32.
     """
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
-    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row)
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(rows), device=model.device), lengths - 1]
     return F.linear(last.float(), head_of(model).float()).squeeze(-1)
@@ -145,24 +143,15 @@ def score_rows(model: transformers.PreTrainedModel, rows: Sequence[Sequence[int]
 def _load(directory: Path) -> transformers.PreTrainedModel:
     import transformers
 
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # no warnings about the language model's head, which is not loaded
     try:
-        with _quiet():  # warnings about the language model's head, which is not loaded, and the new one
-            model = transformers.AutoModelForSequenceClassification.from_pretrained(
-                directory, num_labels=1, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-            )
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            directory, num_labels=1, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{directory}: transformers cannot load this as a sequence classifier: {error}") from error
-    assert isinstance(model, transformers.PreTrainedModel)
-    return model.eval()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    import transformers
-
-    before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
     finally:
         transformers.utils.logging.set_verbosity(before)
+    assert isinstance(model, transformers.PreTrainedModel)
+    return model.eval()

@@ -275,10 +275,9 @@ class PreferencePart(RolloutPart):
         if self.config.judged_on == "answer":
             return extract_answer(trajectory, needs_box=False)
         last = final_text(trajectory)
-        if last is None:
-            return None  # truncated: there is no summary
-        if self.config.is_prefilled and f"</{self.config.think_tag}>" not in written(trajectory):
-            return None  # the thought that the prompt began does not end
+        is_in_thought = self.config.is_prefilled and f"</{self.config.think_tag}>" not in written(trajectory)
+        if last is None or is_in_thought:  # truncated, or the thought that the prompt began does not end
+            return None
         return final_summary(last, think_tag=self.config.think_tag)
 
 

@@ -68,10 +68,7 @@ class FunctionReward(Reward):
         self._function = self.config.imported("reward")
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
-        value = _call(self._function, task, trajectory)
-        if value is None:
-            raise _returned(self._function, None, task)
-        return {SINGLE: value}
+        return {SINGLE: _call(self._function, task, trajectory)}
 
 
 class FunctionPart(RolloutPart):
@@ -90,10 +87,7 @@ class FunctionPart(RolloutPart):
         self._function = self.config.imported("reward.parts.*")
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
-        value = _call(self._function, task, trajectory)
-        if value is None:
-            raise NotJudged(f"{self.config.function} returned None")
-        return value
+        return _call(self._function, task, trajectory, none=NotJudged(f"{self.config.function} returned None"))
 
 
 def function_reward(function: Callable[[Task, Trajectory], float]) -> FunctionReward:
@@ -122,17 +116,15 @@ def _checked(function: Any) -> Callable[[Task, Trajectory], float | None]:
     return function  # type: ignore[no-any-return]
 
 
-def _call(function: Callable[[Task, Trajectory], float | None], task: Task, trajectory: Trajectory) -> float | None:
-    """A finite number, or None. Raises `ConfigError` if the function raised, or returned something else."""
-    value = user_code.call(function, task, trajectory, what=_named(function), about=f"for task {task.id!r}")
-    if value is not None and not is_finite_number(value):
-        raise _returned(function, value, task)
-    return None if value is None else float(value)
-
-
-def _returned(function: Any, value: object, task: Task) -> ConfigError:
-    about = f"for task {task.id!r}"
-    return user_code.returned(function, value, "Return a finite number", what=_named(function), about=about)
+def _call(function: Callable[..., Any], task: Task, trajectory: Trajectory, *, none: NotJudged | None = None) -> float:
+    """A finite number. Raises `none` if it returned None, and `ConfigError` if it raised, or returned something else."""
+    what, about = _named(function), f"for task {task.id!r}"
+    value = user_code.call(function, task, trajectory, what=what, about=about)
+    if value is None and none is not None:
+        raise none
+    if not is_finite_number(value):
+        raise user_code.returned(function, value, "Return a finite number", what=what, about=about)
+    return float(value)
 
 
 def _named(function: Any) -> str:
