@@ -164,6 +164,19 @@ class Completion:
             object.__setattr__(self, name, kind(getattr(self, name)))
 
     @classmethod
+    def spoken(cls, ids: tuple[int, ...], *, logprob: float = 0.0, entropies: Sequence[float] = ()) -> Completion:
+        """Return a whole completion that no engine sampled, with one log-prob for all of its tokens."""
+        return cls(
+            ids=ids,
+            logprobs=(logprob,) * len(ids),
+            entropies=entropies,
+            is_forced=(False,) * len(ids),
+            spans=((0, len(ids)),),
+            finish_reason=FinishReason.STOP,
+            cached_tokens=0,
+        )
+
+    @classmethod
     def joined(cls, pieces: Sequence[Completion]) -> Completion:
         """Return the completion that was sampled in these pieces, in this order, each from where the one before it ended."""
         if len(pieces) == 1:

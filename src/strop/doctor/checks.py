@@ -201,16 +201,11 @@ def _truncations(evidence: Evidence, temperature: float) -> list[tuple[float, st
     ordered = probabilities.sort(-1, descending=True).values.double()
     above = ordered.cumsum(-1) - ordered  # (n, V) mass of what is likelier than the token at each rank
     largest_mass, largest_rank = above.gather(-1, rank[:, None]).max(), int(rank.max())
-    kept_by_mass = torch.where(above <= largest_mass, ordered, 0.0).sum(-1)
-    kept_by_rank = ordered[:, : largest_rank + 1].sum(-1)
-    return [
-        (_nats(kept_by_mass), f"top-p of about {largest_mass.item():.2f}"),
-        (_nats(kept_by_rank), f"top-k of about {largest_rank + 1}"),
-    ]
-
-
-def _nats(kept: Tensor) -> float:
-    return -kept.log().sum().item()
+    kept = {
+        f"top-p of about {largest_mass.item():.2f}": torch.where(above <= largest_mass, ordered, 0.0).sum(-1),
+        f"top-k of about {largest_rank + 1}": ordered[:, : largest_rank + 1].sum(-1),
+    }
+    return [(-mass.log().sum().item(), name) for name, mass in kept.items()]
 
 
 def _best_temperature(loss: Callable[[float], float], centre: float) -> float:
@@ -295,7 +290,7 @@ async def check_publication(examination: Examination) -> str:
     This check changes the weights, so it is the last.
     """
     parts, before, tolerance = examination.parts, examination.evidence, examination.tolerance_nats
-    rows = [conversation.row for conversation in examination.conversations]
+    rows = [conversation.trajectory for conversation in examination.conversations]
     for _ in range(_NUM_UPDATES):
         report = await parts.trainer.update(batch_of(rows, parts.temperature), sft_token_loss, sft_token_statistics)
     if report.is_skipped:
@@ -380,8 +375,7 @@ async def check_answers(examination: Examination) -> str:
             misjudged_one_way += [each for each in one_way if await _is_misjudged(part, each)]
     except (MachineError, UserError) as error:
         raise Problem(
-            f"the judge was lost: {error}",
-            "Mend what it says. Answers are compared by the code service, where programs run.",
+            f"the judge was lost: {error}", "Mend what it says. Answers are compared by the code service, where programs run."
         ) from error
     if misjudged:
         shown = "; ".join(f"{each.what} counts as {'wrong' if each.is_right else 'right'}" for each in misjudged[:4])

@@ -17,7 +17,7 @@ from torch import Tensor
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column, Decision, Selection
 from strop.doctor.finding import Origin, Piece
-from strop.doctor.own_code import call_own_code
+from strop.doctor.own_code import call_own_code, played
 from strop.engine.config import EngineChoice
 from strop.engine.opening import open_engines
 from strop.engine.protocol import CompletionRequest, InferenceEngine
@@ -46,18 +46,7 @@ from strop.training.batch import TokenBatch, pack
 from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.models import load_model
 from strop.training.trainer import Trainer
-from strop.types import (
-    Completion,
-    FinishReason,
-    Group,
-    RolloutKey,
-    ScoredTrajectory,
-    StopReason,
-    Task,
-    Trajectory,
-    Turn,
-    derive_seed,
-)
+from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, derive_seed
 from strop.user_code import blaming
 
 CODE, PRINTED = "print(6*7)", "42"
@@ -218,26 +207,12 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledRow:
-    """Ids, which of them the engine sampled, and the log-probs that it reported for those."""
-
-    ids: Sequence[int]
-    is_sampled: Sequence[bool]
-    logprobs: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A rollout in whose first turn a tool call is put into the policy's mouth; all else is sampled or observed."""
 
     trajectory: Trajectory
     call: str  # as the prompt has calls written; empty where it knows none, or no tool of the recipe runs Python
     tool_fault: str  # why the tool could not run at all; empty when it ran
-
-    @property
-    def row(self) -> SampledRow:
-        is_sampled = [origin is Origin.SAMPLED for origin in origins(self.trajectory)]
-        return SampledRow(ids=self.trajectory.ids, is_sampled=is_sampled, logprobs=self.trajectory.sampled_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,37 +252,32 @@ class Examination:
 async def try_out(parts: Parts) -> Examination:
     """Play, pack, sample, score. Raises `MachineError` when the engine is lost."""
     conversations = tuple([await _converse(parts, index) for index in range(min(_NUM_CONVERSATIONS, len(parts.tasks)))])
-    rows = [conversation.row for conversation in conversations]
+    rows = [conversation.trajectory for conversation in conversations]
     rows += await sample_rows(parts, "before", num=_NUM_PROBES)
     return Examination(
-        parts=parts,
-        conversations=conversations,
-        batch=_packed(parts, conversations),
-        evidence=await compare(parts, rows),
+        parts=parts, conversations=conversations, batch=_packed(parts, conversations), evidence=await compare(parts, rows)
     )
 
 
-async def sample_rows(parts: Parts, name: str, *, num: int) -> list[SampledRow]:
+async def sample_rows(parts: Parts, name: str, *, num: int) -> list[Trajectory]:
     """Completions of short prompts, sampled together: nothing stops them, nothing is forced."""
 
-    async def one(index: int) -> SampledRow:
-        ids = parts.chat.prompt_ids([message("user", parts.tasks[index % len(parts.tasks)].question)])
+    async def one(index: int) -> Trajectory:
+        task = parts.tasks[index % len(parts.tasks)]
+        ids = parts.chat.prompt_ids([message("user", task.question)])
         completion = await _sample(parts, ids, num=_PROBE_TOKENS, name=f"{name}-{index}")
-        return SampledRow(
-            ids=(*ids, *completion.ids),
-            is_sampled=(False,) * len(ids) + (True,) * len(completion.ids),
-            logprobs=(*[0.0] * len(ids), *completion.logprobs),
-        )
+        return played(task, ids, (completion, ended("", (), StopReason.ANSWERED)))
 
     return list(await asyncio.gather(*(one(index) for index in range(num))))
 
 
-async def compare(parts: Parts, rows: Sequence[SampledRow]) -> Evidence:
+async def compare(parts: Parts, rows: Sequence[Trajectory]) -> Evidence:
     """The sampled tokens of `rows` as the engine reported them, as the trainer scores them, as the original model has them."""
     batch = batch_of(rows, parts.temperature)
     scored = (await parts.trainer.score(batch, Column.OLD_LOGPROBS)).columns[Column.OLD_LOGPROBS]
     logits = await asyncio.to_thread(lambda: torch.cat([_logits(parts.original, row) for row in rows]))
-    tokens = batch.ids[batch.loss_mask]
+    mask = batch.loss_mask
+    tokens = batch.ids[mask]
     rounding_nats = 0.0
     if parts.is_rounded:
         low = copy.deepcopy(parts.original).to(torch.bfloat16)
@@ -315,22 +285,18 @@ async def compare(parts: Parts, rows: Sequence[SampledRow]) -> Evidence:
         exact, inexact = (logprobs_at(each, tokens, parts.temperature) for each in (logits, rounded))
         rounding_nats = (exact - inexact).abs().mean().item()
     return Evidence(
-        engine=batch.sampled_logprobs[batch.loss_mask],
-        trainer=scored[batch.loss_mask],
-        logits=logits,
-        tokens=tokens,
-        rounding_nats=rounding_nats,
+        engine=batch.sampled_logprobs[mask], trainer=scored[mask], logits=logits, tokens=tokens, rounding_nats=rounding_nats
     )
 
 
-def batch_of(rows: Sequence[SampledRow], temperature: float) -> TokenBatch:
+def batch_of(rows: Sequence[Trajectory], temperature: float) -> TokenBatch:
     """`rows` with advantage 1 on every sampled token. Made by hand: that `pack` is right is what another check is about."""
     shape = (len(rows), max(len(row.ids) for row in rows))
     ids, mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
     for index, row in enumerate(rows):
         ids[index, : len(row.ids)] = torch.tensor(row.ids)
-        mask[index, : len(row.ids)] = torch.tensor(row.is_sampled)
-        logprobs[index, : len(row.ids)] = torch.tensor(row.logprobs)
+        mask[index, : len(row.ids)] = _is_sampled(row)
+        logprobs[index, : len(row.ids)] = torch.tensor(row.sampled_logprobs)
     return TokenBatch(
         ids=ids,
         lengths=torch.tensor([len(row.ids) for row in rows]),
@@ -375,11 +341,14 @@ def pieces(examination: Examination) -> tuple[Piece, ...]:
 
 
 @torch.no_grad()
-def _logits(model: transformers.PreTrainedModel, row: SampledRow) -> Tensor:
+def _logits(model: transformers.PreTrainedModel, row: Trajectory) -> Tensor:
     """Float32 (number of sampled ids, V): what `model` predicts each sampled id from."""
-    predicted = torch.tensor(row.is_sampled)[1:]
     logits: Tensor = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0, :-1].float()
-    return logits[predicted]
+    return logits[_is_sampled(row)[1:]]
+
+
+def _is_sampled(row: Trajectory) -> Tensor:
+    return torch.tensor([origin is Origin.SAMPLED for origin in origins(row)])
 
 
 def _packed(parts: Parts, conversations: Sequence[Conversation]) -> TokenBatch:
@@ -419,22 +388,8 @@ async def _converse(parts: Parts, index: int) -> Conversation:
         answer = await _sample(parts, context, num=16 + 4 * index, name=f"{name}-second", stop_ids=chat.stop_ids)
     finally:
         await environment.close()
-    first = Turn(
-        completion=called,
-        calls=observation.calls,
-        observation_ids=observation.ids,
-        completion_text=observation.completion_text,
-        observation_text=observation.text,
-    )
-    said = chat.decode(answer.ids)
-    second = Turn(completion=answer, calls=(), observation_ids=(), completion_text=said, observation_text="")
-    trajectory = Trajectory(
-        key=RolloutKey(task_index=index, attempt=0),
-        task_id=task.id,
-        prompt_ids=prompt,
-        turns=(first, second),
-        stop_reason=StopReason.ANSWERED,
-    )
+    said = (called, observation), (answer, ended(chat.decode(answer.ids), (), StopReason.ANSWERED))
+    trajectory = played(task, prompt, *said, key=RolloutKey(task_index=index, attempt=0))
     return Conversation(trajectory=trajectory, call=call, tool_fault=fault)
 
 
@@ -453,13 +408,9 @@ def _joined(sampled: Completion, *, before: tuple[int, ...] = (), forced: tuple[
 async def _sample(
     parts: Parts, ids: tuple[int, ...], *, num: int, name: str, stop_ids: frozenset[int] = frozenset()
 ) -> Completion:
+    seed = derive_seed("doctor", parts.recipe.seed, name)
     request = CompletionRequest(
-        id=f"doctor-{name}",
-        ids=ids,
-        max_tokens=num,
-        stop_ids=stop_ids,
-        temperature=parts.temperature,
-        seed=derive_seed("doctor", parts.recipe.seed, name),
+        id=f"doctor-{name}", ids=ids, max_tokens=num, stop_ids=stop_ids, temperature=parts.temperature, seed=seed
     )
     try:
         return await parts.engine.complete(request)

@@ -8,7 +8,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from strop.reports.number_format import counted
@@ -111,10 +111,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> Non
 
 
 def _table(diagnosis: Diagnosis) -> Padding:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(), padding=(0, 2))
     not_made = (Finding(check=name, detail="not checked", is_made=False) for name in diagnosis.not_made)
     for finding in (*diagnosis.findings, *not_made):
         if finding.is_problem:

@@ -15,27 +15,16 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import RunService, make_reward
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.environment import Observation, RolloutLimits, ToolEnvironments
+from strop.rollout.environment import Observation, RolloutLimits, ToolEnvironments, ended
 from strop.rollout.player import checked_observation
 from strop.rollout.prompt import load_prompt
 from strop.tools.protocol import Tool
-from strop.types import (
-    Completion,
-    FinishReason,
-    Group,
-    RolloutKey,
-    ScoredTrajectory,
-    StopReason,
-    Task,
-    ToolCall,
-    ToolOutcome,
-    Trajectory,
-    Turn,
-)
+from strop.types import Completion, Group, RolloutKey, ScoredTrajectory, StopReason, Task, ToolCall, ToolOutcome, Trajectory
 
 NUM_TASKS = 3
 _NUM_TOKENS = 8  # of a scripted answer
 _ROOM = 10**6
+_FIRST = RolloutKey(task_index=0, attempt=0)
 
 
 async def call_own_code(
@@ -179,15 +168,7 @@ def answered(answer: str) -> str:
 
 def completion_of(ids: tuple[int, ...]) -> Completion:
     """Return a completion as an engine reports it, with a log-prob of -1 for each token."""
-    return Completion(
-        ids=ids,
-        logprobs=(-1.0,) * len(ids),
-        entropies=(1.0,) * len(ids),
-        is_forced=(False,) * len(ids),
-        spans=((0, len(ids)),),
-        finish_reason=FinishReason.STOP,
-        cached_tokens=0,
-    )
+    return Completion.spoken(ids, logprob=-1.0, entropies=(1.0,) * len(ids))
 
 
 def trajectory_of(
@@ -197,20 +178,22 @@ def trajectory_of(
     observed: str = "",
     stop_reason: StopReason = StopReason.ANSWERED,
     ids: tuple[int, ...] = (),
-    key: RolloutKey | None = None,
+    key: RolloutKey = _FIRST,
 ) -> Trajectory:
     """Return a trajectory whose last turn says `text`, after a turn in which a tool answered `observed`."""
     call = ToolCall(name="python", arguments="{}", outcome=ToolOutcome.STDOUT, text=observed, duration_s=0.0)
-    before = _turn("", (), (call,), observed)
-    last = _turn(text, ids, (), "")
-    return Trajectory(
-        key=key or RolloutKey(task_index=0, attempt=0),
-        task_id=task.id,
-        prompt_ids=ids[:1],
-        turns=(before, last) if observed else (last,),
-        stop_reason=stop_reason,
-    )
+    before = Observation(ids=(), text=observed, completion_text="", calls=(call,), stop_reason=None)
+    said = [(completion_of(()), before)] if observed else []
+    return played(task, ids[:1], *said, (completion_of(ids), ended(text, (), stop_reason)), key=key, stop_reason=stop_reason)
 
 
-def _turn(text: str, ids: tuple[int, ...], calls: tuple[ToolCall, ...], observed: str) -> Turn:
-    return Turn(completion=completion_of(ids), calls=calls, observation_ids=(), completion_text=text, observation_text=observed)
+def played(
+    task: Task,
+    prompt_ids: tuple[int, ...],
+    *said: tuple[Completion, Observation],
+    key: RolloutKey = _FIRST,
+    stop_reason: StopReason = StopReason.ANSWERED,
+) -> Trajectory:
+    """Return the trajectory of these completions, each with the observation that answers it."""
+    turns = tuple(observation.as_turn(completion) for completion, observation in said)
+    return Trajectory(key=key, task_id=task.id, prompt_ids=prompt_ids, turns=turns, stop_reason=stop_reason)

@@ -10,7 +10,7 @@ from strop.rollout.environment import EnvironmentFactory
 from strop.rollout.prompt import AnswerForm, Prompt
 from strop.rollout.tool_calls import CLOSING, OPENING, CallFormat, FailedCall, parse_tool_calls
 from strop.tasks.readers import Unreadable
-from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
+from strop.types import Completion, RolloutKey, StopReason, Task, Trajectory, Turn
 
 _GOES_ON = "a turn goes on behind its call, where sampling would stop"
 _TAGS = re.compile(r"(?:</?(?:reason|answer)>)+")
@@ -107,7 +107,7 @@ async def demonstrate(
             said = reply(observed).removeprefix(prefill)
             if calls.continues_turn:  # else calls stay as they are, also wrong ones, which get an error
                 said, _ = retold(said, calls)
-            completion = _spoken(said_ids(said, chat, calls))
+            completion = Completion.spoken(said_ids(said, chat, calls))
             num_left -= len(completion.ids)
             observation = await environment.step(completion, num_tokens_left=max(0, num_left))
             num_left -= len(observation.ids)
@@ -119,15 +119,3 @@ async def demonstrate(
         return Trajectory(key=key, task_id=task.id, prompt_ids=opening.ids, turns=tuple(turns), stop_reason=stop_reason)
     finally:
         await environment.close()
-
-
-def _spoken(ids: tuple[int, ...]) -> Completion:
-    return Completion(
-        ids=ids,
-        logprobs=(0.0,) * len(ids),
-        entropies=(),
-        is_forced=(False,) * len(ids),
-        spans=((0, len(ids)),),
-        finish_reason=FinishReason.STOP,
-        cached_tokens=0,
-    )
