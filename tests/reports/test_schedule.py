@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from strop.cli.simulate import simulate as simulate_command
+from strop.cli import simulate as simulate_command
 from strop.errors import UserError
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig

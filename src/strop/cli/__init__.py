@@ -8,47 +8,35 @@ import logging
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from strop import __version__
+from strop.cli import common
 from strop.cli.cluster import app as cluster_app
-from strop.cli.common import (
-    DryRun,
-    OnCluster,
-    OnHardware,
-    RecipePath,
-    Runs,
-    Set,
-    Stopped,
-    on_cluster,
-    print_dry_run,
-    run_until_stopped,
-    sigterm_as_interrupt,
-)
+from strop.cli.common import DryRun, OnCluster, OnHardware, RecipePath, Runs, Set, on_cluster
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
 from strop.cli.sandbox import app as sandbox_app
-from strop.cli.search import app as search_app
-from strop.cli.simulate import simulate
 from strop.errors import StropError, UserError
 from strop.user_code import blame
 
+_SLOT_TOKENS = 9216  # a prompt of up to 1024 and a response of up to 8192, as in rStar2-Agent's first stage
+_BLOCK_TOKENS = 16
+_GROUP_SIZE = 32  # rStar2-Agent samples 32 rollouts of a question (section 4.3)
 _INTERRUPTED, _TERMINATED = 130, 143
 _GOES_ON = "The same command continues from the last checkpoint."
 
 app = typer.Typer(
-    name="strop",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
+    name="strop", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
 cs336_app = typer.Typer(no_args_is_help=True, help="Help with Stanford's CS336 assignment 5.")
 recipe_app = typer.Typer(no_args_is_help=True, help="Facts about recipe files.")
+search_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 app.add_typer(model_app, name="model")
 app.add_typer(recipe_app, name="recipe")
 
@@ -58,8 +46,6 @@ app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
 app.add_typer(search_app, name="search")
 app.add_typer(cs336_app, name="cs336")
-
-app.command()(simulate)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -119,7 +105,7 @@ def train(
         from strop.runs.lineage import state_of
 
         state = state_of(RunDirectory(runs / loaded.name), loaded)
-        print_dry_run(loaded, hardware, until=until, start=starts or (), only=only or (), state=state)
+        common.print_dry_run(loaded, hardware, until=until, start=starts or (), only=only or (), state=state)
         return
     from strop.pipeline.run import train as run_recipe
     from strop.reports.console import ConsoleProgress
@@ -128,7 +114,7 @@ def train(
     progress = ConsoleProgress()
     place = runs / loaded.name
     running = run_recipe(loaded, place, progress=progress, command=command, until=until, start=starts or (), only=only or ())
-    run_until_stopped(running, progress)
+    common.run_until_stopped(running, progress)
 
 
 @app.command()
@@ -223,6 +209,110 @@ def doctor(
         raise typer.Exit(2)
 
 
+@app.command()
+def simulate(
+    engines: Annotated[int, typer.Option(min=1, max=4096, help="Number of equal engines.")] = 16,
+    rollouts: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Rollouts of the step, in groups of 32. Not for a TRACE file.")
+    ] = 16384,
+    trace: Annotated[
+        str, typer.Option(help="heavy, uniform, adversarial, unforeseeable, or the path of a file.", metavar="TRACE")
+    ] = "heavy",
+    policy: Annotated[Literal["scheduler", "static", "both"], typer.Option("--policy")] = "both",
+    order: Annotated[
+        Literal["longest_first", "fifo"], typer.Option(help="Order in which waiting rollouts start.")
+    ] = "longest_first",
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the trace.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, max=1 << 20, help="Conversations that an engine runs at once.")] = 64,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=16, max=10**12, help="KV memory of an engine, in blocks of 16 [default: slots of 9216].")
+    ] = None,
+    oversubscription: Annotated[float, typer.Option(help="How many times KV memory is reserved. Needs --kv-tokens.")] = 1.0,
+    tool_workers: Annotated[int | None, typer.Option(min=1, help="Tool calls that run at once.")] = None,
+    timing: Annotated[
+        Path | None, typer.Option(help="Step times from benchmarks/engine_trace.py [default: the embedded engine].")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for schedule.html, .svg and .json.")] = None,
+) -> None:
+    """Simulate one step of rollouts: how long it takes, how long engines are idle, what is evicted and computed twice."""
+    from strop.config import validate
+    from strop.reports.terminal import print_table
+    from strop.rollout.scheduler.admission import EngineSpec
+    from strop.rollout.scheduler.scheduler import SchedulerConfig
+    from strop.run_directory import write_json, write_text
+    from strop.simulation.engines import load_timing
+    from strop.simulation.simulate import SimulatedMachine, draw_timelines, lower_bound_s, schedule_page, schedule_table
+    from strop.simulation.simulate import simulate as run_simulation
+    from strop.simulation.trace import TRACES, load_trace
+
+    if kv_tokens is None and oversubscription != 1:
+        raise UserError(f"--oversubscription {oversubscription:g} has no effect on slots. Give --kv-tokens as well.")
+    if trace in TRACES:
+        group_size = min(_GROUP_SIZE, rollouts)
+        simulated = TRACES[trace](num_groups=-(-rollouts // group_size), group_size=group_size, seed=seed)
+    else:
+        simulated = load_trace(Path(trace))
+    measured = load_timing() if timing is None else load_timing(timing)
+    memory: dict[str, Any] = {"kv_blocks": rows, "block_tokens": _SLOT_TOKENS, "max_tokens": _SLOT_TOKENS}
+    if kv_tokens is not None:
+        memory = {"kv_blocks": kv_tokens // _BLOCK_TOKENS, "block_tokens": _BLOCK_TOKENS}
+    specs = [EngineSpec(name=f"engine-{index}", max_conversations=rows, **memory) for index in range(engines)]
+    machines = [SimulatedMachine(spec=spec, timing=measured) for spec in specs]
+    policies = ("static", "scheduler") if policy == "both" else (policy,)
+    outcomes = {}
+    for name in policies:
+        settings = {"policy": name, "order": order, "oversubscription": oversubscription}
+        config = validate(SchedulerConfig, settings, place="strop simulate")
+        outcomes[name] = run_simulation(simulated, machines, config, tool_workers=tool_workers)
+    bound_s = lower_bound_s(simulated, machines)
+    title = f"{len(simulated.rollouts)} rollouts of the {simulated.name} trace on {engines} engines"
+    typer.echo(title)
+    print_table(schedule_table(outcomes, bound_s=bound_s))
+    if out is None:
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: cannot create this directory: {error.strerror}.") from error
+    write_text(out / "schedule.html", schedule_page(title, outcomes, bound_s=bound_s))
+    write_text(out / "schedule.svg", str(draw_timelines(outcomes)))
+    figures = {name: outcome.as_json() for name, outcome in outcomes.items()}
+    write_json(out / "schedule.json", {"title": title, "lower_bound_s": bound_s, **figures})
+    typer.echo(out / "schedule.html")
+
+
+@search_app.callback()
+def _search() -> None:
+    """Search your own corpus as the search tool does.
+
+    - `strop search ask corpus.jsonl "height of Mont Blanc"` shows the text that a policy would read.
+    """
+
+
+@search_app.command()
+def ask(
+    corpus: Annotated[
+        Path, typer.Argument(help="A .jsonl with a `text` on each line, a directory of texts, or cached results.")
+    ],
+    query: Annotated[str, typer.Argument(help="What to search for.")],
+    k: Annotated[int, typer.Option(min=1, help="How many passages.")] = 5,
+    language: Annotated[str, typer.Option(help="Language of the Snowball stemmer; none does not stem.")] = "english",
+    index: Annotated[Path | None, typer.Option(help="Directory of the built index; by default your cache directory.")] = None,
+) -> None:
+    """Show the best passages for a query."""
+    from strop.reports.terminal import printable
+    from strop.tools.search import as_pages
+    from strop.tools.search.bm25 import Bm25Config, Bm25Index
+
+    place = None if index is None else str(index)
+    opened = Bm25Index(Bm25Config(kind="bm25", path=str(corpus), language=language, index=place))
+    started_at = time.perf_counter()
+    found = opened.search(query, k)
+    elapsed_s = time.perf_counter() - started_at
+    typer.echo(printable(as_pages(found)) or "nothing found")
+    typer.echo(f"{len(found)} of {len(opened.passages):,} passages, {1000 * elapsed_s:.1f} ms", err=True)
+
+
 @model_app.command(name="import")
 def import_model(
     source: Annotated[str, typer.Argument(help="A GGUF file, or an installed package that carries one.", metavar="SOURCE")],
@@ -283,7 +373,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it could not do is one message of ours
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with sigterm_as_interrupt() as terminated:
+    with common.sigterm_as_interrupt() as terminated:
         try:
             app()
         except UserError as error:
@@ -294,7 +384,7 @@ def main() -> None:
             if _keeps_checkpoints():
                 print(_GOES_ON, file=sys.stderr)
             sys.exit(1)
-        except Stopped as stopped:
+        except common.Stopped as stopped:
             _end_stopped(str(stopped), is_terminated=bool(terminated))
         except Exception as error:
             if (mistake := blame(error)) is None:

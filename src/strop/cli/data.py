@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from strop.cli.common import Set
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.callback()
@@ -142,14 +138,9 @@ def list_datasets() -> None:
     from strop.tasks.converters import CONVERTERS
     from strop.tasks.readers import PUBLISHED
 
-    known = {name: (each.hub, each.source) for name, each in PUBLISHED.items()}
-    demonstrations = {name: (each.hub, each.source) for name, each in CONVERTERS.items()}
-    _print_datasets("problems (tasks.dataset):", known)
-    _print_datasets("demonstrations (strop data convert):", demonstrations)
-
-
-def _print_datasets(title: str, datasets: Mapping[str, tuple[str | None, str]]) -> None:
-    typer.echo(title)
-    for name, (hub, source) in datasets.items():
-        typer.echo(f"  {name:<26} {hub or 'a file'}")
-        typer.echo(textwrap.fill(source, 80, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    titles: dict[str, Any] = {"problems (tasks.dataset):": PUBLISHED, "demonstrations (strop data convert):": CONVERTERS}
+    for title, datasets in titles.items():
+        typer.echo(title)
+        for name, each in datasets.items():
+            typer.echo(f"  {name:<26} {each.hub or 'a file'}")
+            typer.echo(textwrap.fill(each.source, 80, initial_indent=" " * 6, subsequent_indent=" " * 6))

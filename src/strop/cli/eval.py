@@ -22,11 +22,7 @@ class EvalGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=EvalGroup,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(cls=EvalGroup, no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.callback()

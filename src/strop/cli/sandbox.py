@@ -41,11 +41,7 @@ def in_options(message: str) -> str:
     )
 
 
-app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="markdown")
 
 
 @app.callback()
@@ -58,7 +54,8 @@ def _group() -> None:
     """
 
 
-_EXIT_TIMEOUT, _EXIT_KILLED, _EXIT_OURS = 124, 137, 125  # as timeout(1), a shell and docker use them
+# As timeout(1), a shell and docker use them.
+_EXIT_CODES, _EXIT_OURS = {RunOutcome.TIMEOUT: 124, RunOutcome.KILLED: 137}, 125
 
 
 def _level(text: str) -> IsolationLevel:
@@ -87,7 +84,6 @@ Level = Annotated[
         help="Run at exactly this level. By default at the best that this machine gives, up to namespaces.",
     ),
 ]
-MaxRunning = Annotated[int | None, typer.Option(help="Programs that compute at once; twice the cores by default.")]
 Warm = Annotated[str, typer.Option(help="Profiles whose modules are loaded at the start: bare,numpy,full,verify.")]
 
 
@@ -120,7 +116,7 @@ def run(
         if result.outcome not in (RunOutcome.STDOUT, RunOutcome.ECHO, RunOutcome.EMPTY):
             reason = _reason(result, wall_s)
             typer.echo(f"[{result.outcome}{f': {reason}' if reason else ''}]", err=True)
-    raise typer.Exit(_exit_code(result))
+    raise typer.Exit(_EXIT_CODES.get(result.outcome, _EXIT_OURS if result.exit_code is None else result.exit_code))
 
 
 @app.command()
@@ -153,7 +149,8 @@ def check(
         shown = ", ".join(f"{name} {version}" for name, version in _packages().items())
         typer.echo(f"Programs can import: the standard library, {shown}.")
     if refusal is not None:
-        raise refusal if as_json else UserError(_without_details(str(refusal)))
+        without_table = "\n".join(line for line in str(refusal).splitlines() if not line.startswith("  "))
+        raise refusal if as_json else UserError(without_table)
 
 
 def _packages() -> dict[str, str]:
@@ -172,7 +169,7 @@ def serve(
     token_file: TokenFile = None,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     level: Level = None,
-    max_running: MaxRunning = None,
+    max_running: Annotated[int | None, typer.Option(help="Programs that compute at once; twice the cores by default.")] = None,
     warm: Warm = "bare,numpy,full,verify",
     grace_s: Annotated[float, typer.Option(min=0, help="Seconds after SIGTERM for running calls.")] = 30.0,
 ) -> None:
@@ -187,7 +184,8 @@ def serve(
             f"the service needs the extra `serve` ({error.name} is missing): pip install 'strop[serve]'."
         ) from error
 
-    _show_progress()
+    if "STROP_LOG" not in os.environ:  # show each start of the supervisor
+        logging.getLogger("strop.sandbox").setLevel(logging.INFO)
     token = _token(token_file)
     keys = {"min_level": _lowest(min_level, level), "level": level, "warm": [name for name in warm.split(",") if name]}
     node = validate(
@@ -205,20 +203,9 @@ def serve(
     asyncio.run(serve_http(config, announce))
 
 
-def _show_progress() -> None:
-    """Log at level INFO, which includes each start of the supervisor."""
-    if "STROP_LOG" not in os.environ:
-        logging.getLogger("strop.sandbox").setLevel(logging.INFO)
-
-
 def _lowest(min_level: IsolationLevel, level: IsolationLevel | None) -> IsolationLevel:
     """The lowest accepted level; an exact `level` is always accepted."""
     return min(min_level, level or min_level, key=lambda one: one.rank)
-
-
-def _without_details(refusal: str) -> str:
-    """The refusal without its indented lines, which repeat the table."""
-    return "\n".join(line for line in refusal.splitlines() if not line.startswith("  "))
 
 
 def _reason(result: RunResult, wall_s: float) -> str:
@@ -228,14 +215,6 @@ def _reason(result: RunResult, wall_s: float) -> str:
     if result.reason == "cpu":
         return f"cpu: its processes used more CPU time than --wall-s {wall_s:g} allows"
     return f"it ran longer than --wall-s {wall_s:g}"
-
-
-def _exit_code(result: RunResult) -> int:
-    if result.outcome is RunOutcome.TIMEOUT:
-        return _EXIT_TIMEOUT
-    if result.outcome is RunOutcome.KILLED:
-        return _EXIT_KILLED
-    return _EXIT_OURS if result.exit_code is None else result.exit_code
 
 
 def _read(path: Path) -> str:
