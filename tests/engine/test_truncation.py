@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strop.engine.protocol import Entropies, Truncation
-from strop.engine.servers.server import MAX_LOGPROBS, entropy_of, num_logprobs
+from strop.engine.servers.server import entropy_of, num_logprobs
 from strop.engine.torch.sampling import DrawLimits, cut_off, entropy_of_likeliest, limited
 
 PROBABILITIES = (0.4, 0.3, 0.2, 0.1)
@@ -66,7 +66,7 @@ def test_the_entropy_of_the_ten_likeliest_leaves_the_rest_out():
 
 
 def test_a_server_is_asked_for_one_more_than_is_used_and_what_is_left_is_spread_evenly():
-    assert (num_logprobs(Entropies.ANY), num_logprobs(Entropies.TOP10), num_logprobs(Entropies.FULL)) == (0, 11, MAX_LOGPROBS)
+    assert (num_logprobs(Entropies.ANY), num_logprobs(Entropies.TOP10), num_logprobs(Entropies.FULL)) == (0, 11, 21)
     # 20 tokens of 0.04 in the answer and 0.2 over 100 others, each 0.002; the sampled one is the last of 21.
     logprobs = [math.log(0.002), *[math.log(0.04)] * 20]
     exact = -20 * 0.04 * math.log(0.04) - 100 * 0.002 * math.log(0.002)

@@ -11,13 +11,7 @@ from typing import Any, TypeAlias
 
 from strop.engine.config import ServerConfig
 from strop.engine.model_directory import ModelFacts
-from strop.engine.protocol import (
-    Capabilities,
-    CompletionRequest,
-    check_prefix,
-    check_request,
-    check_vocabulary,
-)
+from strop.engine.protocol import Capabilities, CompletionRequest, check_prefix, check_request, check_vocabulary
 from strop.engine.publication import Publication
 from strop.engine.published_files import is_adapter, naming_damage
 from strop.engine.servers.server import Answer, Likeliest, Server, completion_of, entropy_of
@@ -178,12 +172,9 @@ class ServerEngine:
     @property
     def capabilities(self) -> Capabilities:
         # A seed decides a request's tokens only as far as the rounding of its batch does not.
+        dtype, takes_adapters = self._config.torch_dtype, self._config.adapter_slots > 0
         return Capabilities(
-            is_deterministic=False,
-            can_fork=False,
-            entropies="estimated",
-            dtype=self._config.torch_dtype,
-            takes_adapters=self._config.adapter_slots > 0,
+            is_deterministic=False, can_fork=False, entropies="estimated", dtype=dtype, takes_adapters=takes_adapters
         )
 
     async def complete(self, request: CompletionRequest) -> Completion:

@@ -151,22 +151,12 @@ class ServerProcess:
 
     async def _become_ready(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         """Raises `EngineLost` when it ends before."""
-        asking = asyncio.ensure_future(_ask(is_ready))
-        ending = asyncio.create_task(self._reaper.wait())
-        try:
-            await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() or not self.is_alive:
-                raise EngineLost(self.describe(f"{self.end} before it was ready"))
-            asking.result()
-        finally:
-            asking.cancel()
-            ending.cancel()
-            await asyncio.gather(asking, ending, return_exceptions=True)
-
-
-async def _ask(is_ready: Callable[[], Awaitable[bool]]) -> None:
-    while not await is_ready():  # noqa: ASYNC110 - another process becomes ready, which sets no event here
-        await asyncio.sleep(_ASK_S)
+        while not await is_ready() and self.is_alive:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ASK_S):
+                    await self._reaper.wait()
+        if not self.is_alive:
+            raise EngineLost(self.describe(f"{self.end} before it was ready"))
 
 
 def end_of_log(log: Path, start: int) -> str:

@@ -8,6 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -22,7 +23,7 @@ from strop.engine.servers.process import ServerProcess
 from strop.errors import EngineLost, StropError, UserError
 from strop.types import Completion, FinishReason
 
-ASK_S = 60.0  # for a call that needs no model step
+ASK_S = 60.0  # by default: for a call that needs no model step
 _CONNECT_S = 10.0
 _SHOWN = 500  # characters of a server's answer in an error
 _OUR_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")  # name our interpreter and its modules
@@ -48,11 +49,11 @@ class ServerClient:
             trust_env=False,
         )
 
-    async def get(self, path: str, *, timeout_s: float, query: Mapping[str, str] = MappingProxyType({})) -> Any:
+    async def get(self, path: str, *, timeout_s: float = ASK_S, query: Mapping[str, str] = MappingProxyType({})) -> Any:
         """See `post`."""
         return _parse(self.name, path, (await self._send("GET", path, None, query, timeout_s)).content)
 
-    async def get_text(self, path: str, *, timeout_s: float) -> str:
+    async def get_text(self, path: str, *, timeout_s: float = ASK_S) -> str:
         return (await self._send("GET", path, None, {}, timeout_s)).text
 
     async def post(
@@ -60,7 +61,7 @@ class ServerClient:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout_s: float | None,
+        timeout_s: float | None = ASK_S,
         query: Mapping[str, str] = MappingProxyType({}),
         parsed: bool = True,
     ) -> Any:
@@ -89,7 +90,7 @@ class ServerClient:
         except httpx2.HTTPError as error:
             raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
 
-    async def is_up(self, path: str, *, timeout_s: float = _CONNECT_S) -> bool:
+    async def is_up(self, path: str, *, timeout_s: float = ASK_S) -> bool:
         """Whether `path` is answered with 200. Never raises."""
         try:
             return (await self._http.get(path, timeout=timeout_s)).status_code == 200
@@ -129,11 +130,10 @@ def _parse(name: str, path: str, text: str | bytes) -> Any:
         raise EngineLost(f"{name} answered {path} with something that is not JSON: {text[:_SHOWN]!r}") from error
 
 
-SaidT = TypeVar("SaidT", bound="Said")
-
-
 Likeliest = Sequence[Sequence[float]]
 """At each position log-probs of the likeliest tokens."""
+Begun = Callable[[Likeliest], None]
+"""Is called with the first tokens of a request with a probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,6 @@ def completion_of(
 
 
 _NUM_LIKELIEST = {Entropies.ANY: 0, Entropies.TOP10: NUM_LIKELIEST, Entropies.FULL: 20}
-MAX_LOGPROBS = 1 + max(_NUM_LIKELIEST.values())
 
 
 def num_logprobs(kind: Entropies) -> int:
@@ -202,16 +201,16 @@ class Said(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
-
-def read(kind: type[SaidT], body: Any, *, server: str) -> SaidT:
-    """`body` is parsed JSON. Raises `EngineLost`, which names the place, when it is not what `kind` says."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the top"
-        shown = json.dumps(body)[:_SHOWN]
-        raise EngineLost(f"{server} answered with garbage: {first['msg']}, at {place} of {shown}") from error
+    @classmethod
+    def read(cls, body: Any, *, server: str) -> Self:
+        """Return `body`, which is parsed JSON, as this class. Raises `EngineLost`, which names the place, if it is not that."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the top"
+            shown = json.dumps(body)[:_SHOWN]
+            raise EngineLost(f"{server} answered with garbage: {first['msg']}, at {place} of {shown}") from error
 
 
 ConfigT = TypeVar("ConfigT", bound=ServerConfig)
@@ -250,9 +249,7 @@ class Server(ABC, Generic[ConfigT]):
         return await cls(ServerClient(f"{cls.title} at {address}", address), config)._ready()
 
     @abstractmethod
-    async def complete(
-        self, request: CompletionRequest, *, timeout_s: float | None, begun: Callable[[Likeliest], None] | None = None
-    ) -> Answer:
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None, begun: Begun | None = None) -> Answer:
         """Sample; a cancelled call ends the request in the server, too.
 
         Args:
@@ -281,7 +278,7 @@ class Server(ABC, Generic[ConfigT]):
     async def forward(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """Send a request in OpenAI's form: a GET without `body`, else a POST."""
         if body is None:
-            return await self._client.get(path, timeout_s=ASK_S)
+            return await self._client.get(path)
         return await self._client.post(path, body, timeout_s=None)
 
     @property
@@ -306,13 +303,8 @@ class Server(ABC, Generic[ConfigT]):
     async def _run(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> Self:
         """Start the program of this server, and wait until it is up."""
         try:
-            self._process = await ServerProcess.start(
-                command,
-                env=environment,
-                log=log,
-                is_ready=lambda: self._client.is_up(self.health),
-                deadline_s=self._config.start_timeout_s,
-            )
+            is_up, limit_s = partial(self._client.is_up, self.health, timeout_s=_CONNECT_S), self._config.start_timeout_s
+            self._process = await ServerProcess.start(command, env=environment, log=log, is_ready=is_up, deadline_s=limit_s)
         except BaseException:
             await self.close()
             raise

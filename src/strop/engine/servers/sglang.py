@@ -11,7 +11,6 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -21,18 +20,7 @@ from pydantic import Strict
 from strop.engine.config import SglangConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Capacity, CompletionRequest, Truncation
-from strop.engine.servers.server import (
-    ASK_S,
-    Answer,
-    Likeliest,
-    Said,
-    Server,
-    ServerClient,
-    command_of,
-    environment_of,
-    num_logprobs,
-    read,
-)
+from strop.engine.servers.server import Answer, Begun, Said, Server, ServerClient, command_of, environment_of, num_logprobs
 from strop.errors import EngineLost, StropError, WeightsNotProven
 
 _log = logging.getLogger(__name__)
@@ -57,9 +45,7 @@ class SglangServer(Server[SglangConfig]):
         server = cls(ServerClient(name, f"http://127.0.0.1:{port}"), config)
         return await server._run(command_line(model, config, port), environment=environment(config), log=log)
 
-    async def complete(
-        self, request: CompletionRequest, *, timeout_s: float | None, begun: Callable[[Likeliest], None] | None = None
-    ) -> Answer:
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None, begun: Begun | None = None) -> Answer:
         rid = uuid.uuid4().hex
         try:
             answer = await self._client.post("/generate", to_body(request, rid), timeout_s=timeout_s)
@@ -73,26 +59,18 @@ class SglangServer(Server[SglangConfig]):
 
     async def progress(self) -> int:
         """It answers the path of health only after its model has computed something."""
-        self._progress += await self._client.is_up(self.health, timeout_s=ASK_S)
+        self._progress += await self._client.is_up(self.health)
         return self._progress
 
     async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
-        await self._client.post("/pause_generation", {"mode": "abort"}, timeout_s=ASK_S)
-        answer = await self._client.post(
-            "/update_weights_from_disk",
-            {
-                "model_path": str(directory),
-                "load_format": "safetensors",
-                "abort_all_requests": True,
-                "flush_cache": True,
-                "weight_version": label,
-            },
-            timeout_s=self._config.start_timeout_s,
-        )
-        if not (updated := read(_Updated, answer, server=self.name)).success:
+        await self._client.post("/pause_generation", {"mode": "abort"})
+        files = {"model_path": str(directory), "load_format": "safetensors", "weight_version": label}
+        body = {**files, "abort_all_requests": True, "flush_cache": True}
+        answer = await self._client.post("/update_weights_from_disk", body, timeout_s=self._config.start_timeout_s)
+        if not (updated := _Updated.read(answer, server=self.name)).success:
             raise WeightsNotProven(f"{self.name} did not read the weights: {updated.message}")
-        await self._client.post("/flush_cache", timeout_s=ASK_S, parsed=False)
-        await self._client.post("/continue_generation", {}, timeout_s=ASK_S)
+        await self._client.post("/flush_cache", parsed=False)
+        await self._client.post("/continue_generation", {})
 
     async def close(self) -> None:
         await asyncio.gather(*self._aborting)
@@ -100,12 +78,12 @@ class SglangServer(Server[SglangConfig]):
 
     async def _abort(self, rid: str) -> None:
         try:
-            await self._client.post("/abort_request", {"rid": rid}, timeout_s=ASK_S, parsed=False)
+            await self._client.post("/abort_request", {"rid": rid}, parsed=False)
         except StropError as error:  # the caller has gone; the log is the only place
             _log.warning("%s", error)
 
     async def _learn_capacity(self) -> Capacity:
-        info = read(_ServerInfo, await self._client.get("/server_info", timeout_s=ASK_S), server=self.name)
+        info = _ServerInfo.read(await self._client.get("/server_info"), server=self.name)
         config, total = self._config, info.max_total_num_tokens
         is_other = info.dtype not in ("auto", config.dtype)
         wrong = {f"its dtype is {info.dtype!r}, but engine.dtype is {config.dtype!r}": is_other}
@@ -199,10 +177,10 @@ class _ServerInfo(Said):
 def parse_answer(body: Any, *, server: str) -> Answer:
     """Raises `EngineLost` when something is missing or of another type, ids and log-probs disagree, or the request was
     aborted in the server."""
-    reason = read(_Ended, body, server=server).meta_info.finish_reason
+    reason = _Ended.read(body, server=server).meta_info.finish_reason
     if reason.type not in ("stop", "length"):
         raise EngineLost(f"{server} ended a request with {reason.type!r}: {reason.message}")
-    generated = read(_Generated, body, server=server)
+    generated = _Generated.read(body, server=server)
     figures = generated.meta_info.output_token_logprobs
     if [token for _, token, _ in figures] != generated.output_ids:
         raise EngineLost(f"{server} answered with garbage: the ids of its log-probs are not those that it sampled.")

@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -22,21 +22,9 @@ from pydantic import Field
 
 from strop.engine.config import VllmConfig
 from strop.engine.model_directory import ModelFacts
-from strop.engine.protocol import Capacity, CompletionRequest, Truncation
+from strop.engine.protocol import Capacity, CompletionRequest, Entropies, Truncation
 from strop.engine.servers.reaper import descendants
-from strop.engine.servers.server import (
-    ASK_S,
-    MAX_LOGPROBS,
-    Answer,
-    Likeliest,
-    Said,
-    Server,
-    ServerClient,
-    command_of,
-    environment_of,
-    num_logprobs,
-    read,
-)
+from strop.engine.servers.server import Answer, Begun, Said, Server, ServerClient, command_of, environment_of, num_logprobs
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import derive_seed
 
@@ -75,9 +63,7 @@ class VllmServer(Server[VllmConfig]):
         server = cls(ServerClient(name, "http://vllm", socket=folder / _SOCKET), config, folder)
         return await server._run(command_line(model, config, folder), environment=environment(config), log=log)
 
-    async def complete(
-        self, request: CompletionRequest, *, timeout_s: float | None, begun: Callable[[Likeliest], None] | None = None
-    ) -> Answer:
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None, begun: Begun | None = None) -> Answer:
         adapter, body = (self._adapters or [""])[-1], to_body(request)
         if adapter:
             body["model"] = adapter
@@ -90,14 +76,14 @@ class VllmServer(Server[VllmConfig]):
             return replace(answer, spans=[(adapter, len(answer.ids))])
         return answer
 
-    async def _streamed(self, body: Mapping[str, Any], num_tokens: int, begun: Callable[[Likeliest], None]) -> Any:
+    async def _streamed(self, body: Mapping[str, Any], num_tokens: int, begun: Begun) -> Any:
         """What is answered to `body`, which comes in parts, as it would come whole; `begun` once `num_tokens` have come."""
         ids, sampled = list[int](), list[_Sampled]()
         usage, last = None, dict[str, Any]()
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with contextlib.aclosing(self._client.stream(_GENERATE, body)) as events:
             async for event in events:
-                part, num_before = read(_Part, event, server=self.name), len(sampled)
+                part, num_before = _Part.read(event, server=self.name), len(sampled)
                 usage = event.get("usage") or usage
                 for number, choice in enumerate(part.choices):
                     ids += choice.token_ids
@@ -109,7 +95,7 @@ class VllmServer(Server[VllmConfig]):
         return {"usage": usage, "choices": [{**last, "token_ids": ids, "logprobs": logprobs}]}
 
     async def progress(self) -> int:
-        return parse_progress(await self._client.get_text("/metrics", timeout_s=ASK_S))
+        return parse_progress(await self._client.get_text("/metrics"))
 
     async def read_weights(self, directory: Path, *, checksum: str, label: str, keeps_requests: bool) -> None:
         """Pauses the server meanwhile. Our transfer engine in its workers reads the files, and fails if it cannot prove them.
@@ -117,21 +103,21 @@ class VllmServer(Server[VllmConfig]):
         Requests that are kept lose their KV cache. Resumed, the server computes their context again, with the new weights.
         """
         await self._wake("weights")
-        await self._client.post("/pause", timeout_s=ASK_S, query={"mode": "keep" if keeps_requests else "abort"})
-        await self._client.post("/start_weight_update", timeout_s=ASK_S)
+        await self._client.post("/pause", query={"mode": "keep" if keeps_requests else "abort"})
+        await self._client.post("/start_weight_update")
         files = {"update_info": {"directory": str(directory), "checksum": checksum}}
         try:
             await self._client.post("/update_weights", files, timeout_s=self._config.start_timeout_s)
         except EngineLost as error:
             raise WeightsNotProven(f"the published weights are not proven: {error}") from error
-        await self._client.post("/finish_weight_update", {"weight_version": label}, timeout_s=ASK_S)
+        await self._client.post("/finish_weight_update", {"weight_version": label})
         self._label = label
         query = {"reset_running_requests": str(keeps_requests)}
-        reset = await self._client.post("/reset_prefix_cache", timeout_s=ASK_S, query=query)
-        if not read(Done, reset, server=self.name).success:
+        reset = await self._client.post("/reset_prefix_cache", query=query)
+        if not Done.read(reset, server=self.name).success:
             raise WeightsNotProven(f"{self.name} could not drop the KV cache of its older weights.")
         await self._wake("kv_cache")
-        await self._client.post("/resume", timeout_s=ASK_S)
+        await self._client.post("/resume")
 
     async def read_adapter(self, directory: Path, *, checksum: str, label: str) -> None:
         """Keeps the KV caches: vLLM looks a prefix up under the name of its adapter."""
@@ -145,7 +131,7 @@ class VllmServer(Server[VllmConfig]):
         self._adapters.append(label)
         while len(self._adapters) > self._config.adapter_slots:
             old = {"lora_name": self._adapters.pop(0)}
-            await self._client.post("/v1/unload_lora_adapter", old, timeout_s=ASK_S, parsed=False)
+            await self._client.post("/v1/unload_lora_adapter", old, parsed=False)
 
     async def sleep(self) -> None:
         """Level 2: nothing is kept in the memory of the host, since the next publication brings all weights."""
@@ -169,25 +155,21 @@ class VllmServer(Server[VllmConfig]):
             await self._check_settings()
         else:
             self._shared = shared_memory_of(self._process.pid)
-        metrics = await self._client.get_text("/metrics", timeout_s=ASK_S)
+        metrics = await self._client.get_text("/metrics")
         num_blocks, block_tokens = parse_memory(metrics, server=self.name)
         total = (num_blocks - 1) * block_tokens  # it keeps one block for itself
-        return Capacity(
-            total_tokens=total,
-            max_request_tokens=min(self._config.max_length, total),
-            max_running=self._config.slots,
-            block_tokens=block_tokens,
-        )
+        longest, slots = min(self._config.max_length, total), self._config.slots
+        return Capacity(total_tokens=total, max_request_tokens=longest, max_running=slots, block_tokens=block_tokens)
 
     async def _check_settings(self) -> None:
         """Raises `UserError` when a server that was given by address samples otherwise than we need."""
         try:
-            answer = await self._client.get("/server_info", timeout_s=ASK_S, query={"config_format": "json"})
+            answer = await self._client.get("/server_info", query={"config_format": "json"})
         except EngineLost:
             raise
         except StropError as error:
             raise UserError(f"{self.name} does not offer its development routes. Start it as docs/engines.md says.") from error
-        served, config = read(ServerInfo, answer, server=self.name).vllm_config, self._config
+        served, config = ServerInfo.read(answer, server=self.name).vllm_config, self._config
         model, transfer = served.model, served.transfer
         mode = model.logprobs_mode
         wrong = {
@@ -213,7 +195,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--kv-cache-memory-bytes": kv_bytes(model, config),
         "--tensor-parallel-size": config.tensor_parallel,
         "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: law 5
-        "--max-logprobs": MAX_LOGPROBS,
+        "--max-logprobs": num_logprobs(Entropies.FULL),
         "--generation-config": folder,  # the model directory's own would change how we sample, and ban its EOS with stop ids
         "--load-format": "dummy",  # weights come only by publication, which proves them
         "--worker-extension-cls": EXTENSION_CLASS,
@@ -375,10 +357,10 @@ class ServerInfo(Said):
 
 def parse_answer(body: Any, *, server: str) -> Answer:
     """Raises `EngineLost` when something is missing or of another type, or the request was aborted in the server."""
-    reason = read(_AllEnded, body, server=server).choices[0].finish_reason
+    reason = _AllEnded.read(body, server=server).choices[0].finish_reason
     if reason not in ("stop", "length"):
         raise EngineLost(f"{server} ended a request with {reason!r}: somebody aborted it, or it ran out of memory.")
-    generated = read(_Generated, body, server=server)
+    generated = _Generated.read(body, server=server)
     choice = generated.choices[0]
     sampled = choice.logprobs.content
     return Answer(
