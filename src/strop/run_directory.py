@@ -298,7 +298,7 @@ def _mend_last_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end - len(last))
 
 
-def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+def write_directory(path: Path, fill: Callable[[Path], object]) -> None:
     """Make directory `path` with what `fill` writes into it: complete or not there at all (law 9).
 
     A directory of that name that exists already is replaced: it stands aside until the new one has its name. What a kill leaves
@@ -420,8 +420,20 @@ def cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]
     lines = read_lines(path)
     kept = [line for line in lines if line["stage"] != stage or line["step"] <= done_steps]
     if len(kept) < len(lines):
-        write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
+        write_lines(path, kept)
     return [line for line in kept if line["stage"] == stage]
+
+
+def copy_lines(path: Path, source: Path, stage: str) -> None:
+    """Replace the stage's lines in `path` by those in `source`."""
+    if path.exists() or source.exists():
+        others = [line for line in read_lines(path) if line["stage"] != stage]
+        write_lines(path, [*others, *(line for line in read_lines(source) if line["stage"] == stage)])
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the .jsonl file `path` with `lines`, whole or not at all."""
+    write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
 
 
 def file_digests(paths: Iterable[Path]) -> dict[Path, str]:

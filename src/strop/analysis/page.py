@@ -11,7 +11,7 @@ from typing import Any
 from strop.analysis.read import Analysis
 from strop.analysis.statistics import LAST_OFFSET, TOP_SHARE, Figures, Part, Position
 from strop.reports.html import render
-from strop.reports.number_format import Table, Unit, figure
+from strop.reports.number_format import Table, Unit, cell, figure
 from strop.reports.plots import Drawing, Plot, Series
 from strop.run_directory import RunDirectory, write_json, write_text
 
@@ -78,21 +78,14 @@ POSITIONS = {
     Position.ERROR: "after an error",
     Position.OTHER: "after another observation",
 }
-NONE = "–"
-
-
-def shown(value: float | None, unit: Unit = Unit.PLAIN) -> str:
-    """A figure, or a dash where there was nothing to take it of."""
-    return NONE if value is None else figure(value, unit)
 
 
 def size(analysis: Analysis) -> str:
     """What was read."""
     total, steps = analysis.total, list(analysis.steps)
     span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    left_out = (
-        f"; {analysis.num_without_entropies:,} rollouts without entropies left out" if analysis.num_without_entropies else ""
-    )
+    num_left_out = analysis.num_without_entropies
+    left_out = f"; {num_left_out:,} rollouts without entropies left out" if num_left_out else ""
     return f"{span}: {total.num_rollouts:,} rollouts, {total.all_tokens.num_tokens:,} sampled tokens{left_out}"
 
 
@@ -128,50 +121,42 @@ def findings(figures: Figures) -> list[str]:
 def parts_table(figures: Figures) -> Table:
     """Entropy of tool calls against reasoning and answers."""
     num_high = figures.all_tokens.num_high
-    rows = []
-    for part, name in PARTS.items():
-        tally = figures.part(part)
-        of_marked = tally.num_high / num_high if num_high else None
-        rows.append(
-            (
-                name,
-                f"{tally.num_tokens:,}",
-                shown(tally.entropy_nats),
-                f"{tally.num_high:,}",
-                shown(tally.high_share, Unit.PERCENT),
-                shown(of_marked, Unit.PERCENT),
-            )
-        )
-    columns = ("part", "tokens", "entropy, nats", "in the top 20%", "of the part", "of the top 20%")
-    return Table(columns=columns, rows=tuple(rows))
+    return Table.of(
+        {
+            "part": name,
+            "tokens": f"{tally.num_tokens:,}",
+            "entropy, nats": cell(tally.entropy_nats),
+            "in the top 20%": f"{tally.num_high:,}",
+            "of the part": cell(tally.high_share, Unit.PERCENT),
+            "of the top 20%": cell(tally.num_high / num_high if num_high else None, Unit.PERCENT),
+        }
+        for name, tally in ((name, figures.part(part)) for part, name in PARTS.items())
+    )
 
 
 def positions_table(figures: Figures) -> Table:
     """Forking and reflection tokens by what came before their completion; positions that no completion has are left out."""
-    rows = []
-    for position, name in POSITIONS.items():
-        if not figures.turns[position]:
-            continue
-        tally = figures.reasoning(position)
-        rows.append(
-            (
-                name,
-                f"{figures.turns[position]:,}",
-                shown(figures.first(position).entropy_nats),
-                f"{tally.num_tokens:,}",
-                f"{tally.num_high:,} · {shown(tally.high_share, Unit.PERCENT)}",
-                f"{tally.num_reflection:,} · {shown(tally.reflection_share, Unit.PERCENT)}",
-                f"{tally.num_high_reflection:,}",
-            )
-        )
-    columns = ("position", "turns", f"nats 0–{LAST_OFFSET}", "reasoning", "forking", "reflection", "both")
-    return Table(columns=columns, rows=tuple(rows))
+    found = {position: figures.reasoning(position) for position in POSITIONS if figures.turns[position]}
+    return Table.of(
+        {
+            "position": POSITIONS[position],
+            "turns": f"{figures.turns[position]:,}",
+            f"nats 0–{LAST_OFFSET}": cell(figures.first(position).entropy_nats),
+            "reasoning": f"{tally.num_tokens:,}",
+            "forking": f"{tally.num_high:,} · {cell(tally.high_share, Unit.PERCENT)}",
+            "reflection": f"{tally.num_reflection:,} · {cell(tally.reflection_share, Unit.PERCENT)}",
+            "both": f"{tally.num_high_reflection:,}",
+        }
+        for position, tally in found.items()
+    )
 
 
 _MIN_REACH = 0.05  # of a position's completions: means of fewer are noise and are not drawn
 _POSITIONS = {position: (name, 2 * number) for number, (position, name) in enumerate(POSITIONS.items())}  # name, colour
 _PARTS = {part: (name, colour) for (part, name), colour in zip(PARTS.items(), (0, 3, 1), strict=True)}
-_OF_REASONING = "Share of reasoning tokens "
+_FIRST = "Mean nats at offsets 0 to 50."
+_FORKING = "Share of reasoning tokens that are in their rollout's top 20%."
+_REFLECTION = "Share of reasoning tokens in reflection words."
 _NUM_TEXTS, _NUM_WORDS = 24, 24
 
 
@@ -195,11 +180,9 @@ def analysis_page(analysis: Analysis) -> str:
 
 
 def _texts_table(figures: Figures) -> Table:
-    rows = (
-        (text.replace("\n", "⏎"), f"{tally.num_tokens:,}", shown(tally.entropy_nats))
-        for text, tally in figures.forking(_NUM_TEXTS)
-    )
-    return Table(columns=("text", "forking tokens", "entropy, nats"), rows=tuple(rows))
+    found = [(text.replace("\n", "⏎"), tally) for text, tally in figures.forking(_NUM_TEXTS)]
+    rows = tuple((text, f"{tally.num_tokens:,}", cell(tally.entropy_nats)) for text, tally in found)
+    return Table(columns=("text", "forking tokens", "entropy, nats"), rows=rows)
 
 
 def _words_table(figures: Figures) -> Table:
@@ -207,10 +190,8 @@ def _words_table(figures: Figures) -> Table:
     words = {word for _, word in figures.words}
     counts = {word: [figures.words[position, word] for position in positions] for word in words}
     ranked = sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))[:_NUM_WORDS]
-    return Table(
-        columns=("word", *(POSITIONS[position] for position in positions)),
-        rows=tuple((word, *(f"{number:,}" for number in numbers)) for word, numbers in ranked),
-    )
+    rows = tuple((word, *(f"{number:,}" for number in numbers)) for word, numbers in ranked)
+    return Table(columns=("word", *map(POSITIONS.__getitem__, positions)), rows=rows)
 
 
 def by_offset(figures: Figures) -> list[Drawing]:
@@ -236,26 +217,9 @@ def over_steps(analysis: Analysis) -> list[Drawing]:
     draw = partial(_drawing, analysis.steps)
     return [
         draw("Entropy by part", "Mean nats of a sampled token.", _PARTS, lambda each, part: each.part(part).entropy_nats),
-        draw(
-            "First tokens of completions",
-            "Mean nats at offsets 0 to 50.",
-            _POSITIONS,
-            lambda each, at: each.first(at).entropy_nats,
-        ),
-        draw(
-            "Forking tokens",
-            _OF_REASONING + "that are in their rollout's top 20%.",
-            _POSITIONS,
-            lambda each, at: each.reasoning(at).high_share,
-            Unit.PERCENT,
-        ),
-        draw(
-            "Reflection tokens",
-            _OF_REASONING + "in reflection words.",
-            _POSITIONS,
-            lambda each, at: each.reasoning(at).reflection_share,
-            Unit.PERCENT,
-        ),
+        draw("First tokens of completions", _FIRST, _POSITIONS, lambda each, at: each.first(at).entropy_nats),
+        draw("Forking tokens", _FORKING, _POSITIONS, lambda each, at: each.reasoning(at).high_share, Unit.PERCENT),
+        draw("Reflection tokens", _REFLECTION, _POSITIONS, lambda each, at: each.reasoning(at).reflection_share, Unit.PERCENT),
     ]
 
 
@@ -268,15 +232,11 @@ def _drawing(
     unit: Unit = Unit.PLAIN,
 ) -> Drawing:
     """Return the plot of a metric over the steps, with one series for each of `names`; steps without a value are left out."""
-    series = [
-        Series(
-            label=label,
-            points=tuple((float(step), found) for step, each in steps.items() if (found := value(each, key)) is not None),
-            colour=colour,
-        )
-        for key, (label, colour) in names.items()
-    ]
-    plot = Plot(title=title, series=tuple(each for each in series if each.points), unit=unit, y_low=0.0)
+    series = []
+    for key, (label, colour) in names.items():
+        points = tuple((float(step), found) for step, each in steps.items() if (found := value(each, key)) is not None)
+        series += [Series(label=label, points=points, colour=colour)] if points else []
+    plot = Plot(title=title, series=tuple(series), unit=unit, y_low=0.0)
     return Drawing(plot=plot, note=note)
 
 

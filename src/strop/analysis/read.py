@@ -53,12 +53,7 @@ def parse_steps(text: str) -> list[range]:
 
 
 @names_damage
-def read_analysis(
-    run: RunDirectory,
-    *,
-    stage: str | None = None,
-    steps: Sequence[range] | None = None,
-) -> Analysis:
+def read_analysis(run: RunDirectory, *, stage: str | None = None, steps: Sequence[range] | None = None) -> Analysis:
     """Count the tokens of the rollouts of `stage` in `steps` (default: all).
 
     The default stage is the last one that trains on rollouts, else the last one with rollouts.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -51,10 +50,7 @@ class Device(Config):
     bandwidth_tb_s: float = Field(gt=0, description="Bandwidth of its memory, in TB/s.")
 
 
-DEVICES = {
-    name: Device(**keys)
-    for name, keys in tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")).items()
-}
+DEVICES = {name: Device(**keys) for name, keys in load_toml(Path(__file__).with_name("devices.toml")).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from strop.pipeline.plan import plan
 from strop.pipeline.sweep_file import Arm, Sweep, as_words
 from strop.recipe.recipe import Recipe
 from strop.reports.number_format import Table, duration
-from strop.reports.sweep import State, SweepArm, SweepConsole, SweepLog, read_sweep_run, run_summary, sweep_json, sweep_page
+from strop.reports.sweep import State, SweepArm, SweepConsole, SweepLog, SweepRun, read_sweep_run, sweep_json, sweep_page
 from strop.reports.terminal import print_table
 from strop.run_directory import RunDirectory, read_json, write_json, write_text, writing_to
 from strop.runs.lineage import copy_stages, num_common, num_done
@@ -59,13 +59,9 @@ def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab")
     with output:
+        prepare, stdin = _end_with(os.getpid()), subprocess.DEVNULL
         return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with(os.getpid()),
+            command, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare
         )
 
 
@@ -168,15 +164,10 @@ def plan_runs(sweep: Sweep, directory: Path) -> list[PlannedRun]:
         RunError: `directory` holds something else, or a sweep that differs in more than added arms and seeds.
     """
     _check_directory(sweep, directory)
+    runs = [(arm, seed, RunDirectory(directory / arm.run_name(seed))) for seed in sweep.file.seeds for arm in sweep.arms]
     return [
-        PlannedRun(
-            arm=arm,
-            seed=seed,
-            directory=RunDirectory(directory / arm.run_name(seed)),
-            words=("train", *sweep.words(arm, seed), "--runs", str(directory)),
-        )
-        for seed in sweep.file.seeds
-        for arm in sweep.arms
+        PlannedRun(arm=arm, seed=seed, directory=run, words=("train", *sweep.words(arm, seed), "--runs", str(directory)))
+        for arm, seed, run in runs
     ]
 
 
@@ -241,16 +232,10 @@ def run_sweep(
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with locked(RunDirectory(directory)):
-        runs = plan_runs(sweep, directory)
+        runs = {run.name: run for run in plan_runs(sweep, directory)}
         write_arms(sweep, directory, command=command)
         return _Driver(
-            sweep=sweep,
-            directory=directory,
-            runs={run.name: run for run in runs},
-            jobs=jobs,
-            command=command,
-            progress=progress,
-            children=Children(start),
+            sweep=sweep, directory=directory, runs=runs, jobs=jobs, command=command, progress=progress, children=Children(start)
         ).run()
 
 
@@ -328,7 +313,8 @@ class _Driver:
         log = self.draw() if ended.status == 0 else None
         if log is not None:
             finished = next(each for each in log.runs if each.name == run.name)
-            self.progress.run_finished(run.name, run_summary(finished, self.sweep.result), ended.time_s)
+            summary = finished.summary(self.sweep.result.partition(".")[2])
+            self.progress.run_finished(run.name, summary, ended.time_s)
             return
         self.failures[run.name] = _failure(ended.status, self._log_of(run))
         self.progress.run_failed(run.name, self.failures[run.name], self._log_of(run))
@@ -342,29 +328,19 @@ class _Driver:
             return State.FAILED
         return State.RUNNING if run.name in self.children.running else run.state
 
+    def _read(self, run: PlannedRun) -> SweepRun:
+        state, failure = self._state_of(run), self.failures.get(run.name, "")
+        stage, result, curves = self.sweep.stage, self.sweep.result, self.sweep.file.curves
+        return read_sweep_run(
+            run.directory, seed=run.seed, state=state, failure=failure, stage=stage, result=result, curves=curves
+        )
+
     def draw(self) -> SweepLog:
         """Write the page and its JSON file, and return what they show."""
-        sweep = self.sweep
-        arms = [
-            SweepArm(
-                name=arm.name,
-                changes=tuple(as_words(arm.overrides)),
-                runs=tuple(
-                    read_sweep_run(
-                        run.directory,
-                        seed=run.seed,
-                        state=self._state_of(run),
-                        failure=self.failures.get(run.name, ""),
-                        stage=sweep.stage,
-                        result=sweep.result,
-                        curves=sweep.file.curves,
-                    )
-                    for run in self.runs.values()
-                    if run.arm is arm
-                ),
-            )
-            for arm in sweep.arms
-        ]
+        sweep, arms = self.sweep, []
+        for arm in sweep.arms:
+            runs = tuple(self._read(run) for run in self.runs.values() if run.arm is arm)
+            arms.append(SweepArm(name=arm.name, changes=tuple(as_words(arm.overrides)), runs=runs))
         log = SweepLog(
             name=sweep.file.name,
             description=sweep.file.description,

@@ -27,10 +27,6 @@ SERVERS = ("vllm", "sglang")
 """Kinds of engine that compute in a process and with kernels of their own."""
 
 
-def _python_alone() -> dict[str, ToolKind]:
-    return {"python": Python()}
-
-
 class Recipe(Config):
     """A whole program as one value. Its stages are a graph; `stages` holds them in the order in which they run."""
 
@@ -46,7 +42,8 @@ class Recipe(Config):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of every random value.")
     threads: int | None = Field(None, ge=1, le=1024, description="Threads of torch. Default: torch decides.")
     tools: dict[str, ToolKind] = Field(
-        default_factory=_python_alone, description="What the policy may call: tables by name. Default: the Python tool."
+        default_factory=lambda: dict[str, ToolKind](python=Python()),
+        description="What the policy may call: tables by name. Default: the Python tool.",
     )
     sandbox: SandboxConfig = Field(SandboxConfig(), description="How programs run.")
     engine: EngineChoice = Field(EngineConfig(), description="The engines that sample.")

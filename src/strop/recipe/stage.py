@@ -16,7 +16,6 @@ from strop.config import Config
 from strop.engine.config import EngineChoice
 from strop.registry import Component
 from strop.rewards import MathReward, Reward, SumReward
-from strop.rewards.scorers import EmbeddedScorerConfig
 from strop.rollout.branching import BranchingConfig
 from strop.rollout.environment import EnvironmentKind, RolloutLimits, Tools
 from strop.rollout.player import SamplingConfig
@@ -233,11 +232,7 @@ def scoring_stages(reward: Reward) -> dict[str, str]:
     if not isinstance(reward, SumReward):
         return {}
     scorers = {name: getattr(part.config, "scorer", None) for name, part in reward.parts.items()}
-    return {
-        name: scorer.stage
-        for name, scorer in scorers.items()
-        if isinstance(scorer, EmbeddedScorerConfig) and scorer.stage is not None
-    }
+    return {name: stage for name, scorer in scorers.items() if (stage := getattr(scorer, "stage", None)) is not None}
 
 
 class PosedKeys(Stage.Config):

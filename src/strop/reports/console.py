@@ -110,14 +110,8 @@ class ConsoleProgress(trackers.Progress, AbstractContextManager["ConsoleProgress
             bar = self._bars.add_task(escape(printable(name)), total=total_steps, completed=done_steps, left="")
             self._bars.start()
             self._console.show_cursor(True)  # so that a kill does not leave the terminal without a cursor
-        self._stage = _Stage(
-            name=name,
-            kind=kind,
-            total=total_steps,
-            done=done_steps,
-            time_left=TimeLeft(total=total_steps, done=done_steps, now=self._clock()),
-            bar=bar,
-        )
+        left = TimeLeft(total=total_steps, done=done_steps, now=self._clock())
+        self._stage = _Stage(name=name, kind=kind, total=total_steps, done=done_steps, time_left=left, bar=bar)
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
         stage = self._stage
@@ -154,11 +148,9 @@ class ConsoleProgress(trackers.Progress, AbstractContextManager["ConsoleProgress
             names = [str(result.get("stage", "")) for result in results]
             stale = {name for name in names if name and why_stale(RunDirectory(report.parent).stage(name))}
             print_table(_result_table(results, stale, width=self._console.width), console=self._console, wrapped=("stage",))
-            comparable = [
-                each for each in results if {"init", "benchmark", "accuracy"} <= each.keys() and each["stage"] not in stale
-            ]
-            real = [each for each in comparable if each.get("tools", "real") == "real"]
-            if table := benchmark_table((each["init"], each["benchmark"], each) for each in real):
+            current = [each for each in results if each.get("stage") not in stale and each.get("tools", "real") == "real"]
+            comparable = [each for each in current if {"init", "benchmark", "accuracy"} <= each.keys()]
+            if table := benchmark_table((each["init"], each["benchmark"], each) for each in comparable):
                 self._console.print()
                 print_table(table, console=self._console)
         self._say(f"report: {report}", style="bold")

@@ -8,9 +8,7 @@ from typing import Any
 from strop.evaluation.compare import Comparison, MetricComparison
 from strop.evaluation.results import Entry, Leaderboard
 from strop.reports.html import render
-from strop.reports.number_format import Table, Unit, figure
-
-_NONE = "–"
+from strop.reports.number_format import NONE, Table, Unit, cell, figure
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -27,7 +25,7 @@ def benchmark_table(results: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Ta
     cells = {(model, benchmark): _accuracy(result) for model, benchmark, result in results}
     benchmarks = tuple(dict.fromkeys(benchmark for _, benchmark in cells))
     rows = tuple(
-        (model, *(cells.get((model, each), _NONE) for each in benchmarks))
+        (model, *(cells.get((model, each), NONE) for each in benchmarks))
         for model in dict.fromkeys(model for model, _ in cells)
     )
     return Table(columns=("model", *benchmarks), rows=rows) if len(benchmarks) > 1 else None
@@ -98,13 +96,13 @@ def _entry_row(entry: Entry) -> dict[str, str]:
 
 def shown(result: Mapping[str, Any], key: str, unit: Unit = Unit.PERCENT) -> str:
     """Return a figure of an evaluation as a cell of a table, also if it has none."""
-    return figure(result[key], unit) if key in result else _NONE
+    return cell(result.get(key), unit)
 
 
 def interval(result: Mapping[str, Any]) -> str:
     """Return the interval of an evaluation's accuracy as a cell of a table."""
     has_both = "accuracy_low" in result and "accuracy_high" in result
-    return f"{shown(result, 'accuracy_low')} – {shown(result, 'accuracy_high')}" if has_both else _NONE
+    return f"{shown(result, 'accuracy_low')} – {shown(result, 'accuracy_high')}" if has_both else NONE
 
 
 def _accuracy(result: Mapping[str, Any]) -> str:

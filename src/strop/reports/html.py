@@ -9,6 +9,10 @@ from markupsafe import Markup
 
 from strop.reports.number_format import Unit, duration, figure
 
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("strop.reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
 
 def render(template: str, **values: object) -> Markup:
     """The page or drawing that `template`, a file of reports/templates, makes of `values`: one file that needs no other."""
@@ -20,17 +24,5 @@ def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("strop.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    percent = partial(figure, unit=Unit.PERCENT)
-    environment.filters |= {"duration": duration, "figure": figure, "number": number, "percent": percent}
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_PERCENT = partial(figure, unit=Unit.PERCENT)
+_ENVIRONMENT.filters |= {"duration": duration, "figure": figure, "number": number, "percent": _PERCENT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,22 +31,12 @@ class Table:
         return cls(columns=tuple(rows[0]) if rows else (), rows=tuple(tuple(row.values()) for row in rows))
 
 
-_SHARES = (
-    "accuracy",
-    "error_rate",
-    "error_rate_correct",
-    "fraction",
-    "pass_at_k",
-    "share",
-    "share_mean",
-    "share_max",
-    "utilisation",
-)
+_SHARE = re.compile(r"(accuracy|error_rate(_correct)?|fraction|pass_at_k|share(_mean|_max)?|utilisation)$|clip_fraction")
 
 
 def unit_of(metric: str) -> Unit:
     """Return how a metric, or a figure of an evaluation, is written."""
-    if metric.endswith(_SHARES) or "clip_fraction" in metric:
+    if _SHARE.search(metric):
         return Unit.PERCENT
     return Unit.SECONDS if metric.endswith("_s") and not metric.endswith("per_s") else Unit.PLAIN
 
@@ -64,16 +55,13 @@ def nice_ticks(low: float, high: float, *, count: int = 4, is_integer: bool = Fa
     if math.isclose(low, high, rel_tol=1e-12):
         reach = abs(low) / 2 or 0.5
         low, high = low - reach, high + reach
-    step = _nice_step((high - low) / count)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((nice * power for nice in (1, 2, 5, 10)), key=lambda nice: abs(math.log(nice / rough)))
     if is_integer:
         step = max(1.0, step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1)]
-
-
-def _nice_step(rough: float) -> float:
-    power = 10.0 ** math.floor(math.log10(rough))
-    return min((nice * power for nice in (1, 2, 5, 10)), key=lambda nice: abs(math.log(nice / rough)))
 
 
 def tick_labels(ticks: list[float], unit: Unit) -> list[str]:
@@ -88,7 +76,7 @@ def tick_labels(ticks: list[float], unit: Unit) -> list[str]:
         divisor, mark = 10.0**exponent, f"e{exponent}"
     elif largest >= 10_000:
         divisor, mark = 1000.0, "k"
-    decimals = _decimals(step * scale / divisor)
+    decimals = max(0, -math.floor(math.log10(step * scale / divisor) + 1e-9))
     return [(_signed(f"{tick * scale / divisor:,.{decimals}f}{mark}") if tick or not mark else "0") + suffix for tick in ticks]
 
 
@@ -109,6 +97,15 @@ def figure(value: float, unit: Unit = Unit.PLAIN) -> str:
     return _signed(f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3}f}")
 
 
+NONE = "–"
+"""In a table, for a figure that does not exist."""
+
+
+def cell(value: float | None, unit: Unit = Unit.PLAIN) -> str:
+    """As `figure`, in a table where some figures do not exist."""
+    return NONE if value is None else figure(value, unit)
+
+
 def duration(seconds: float) -> str:
     """A time as people say it: 0.42 s, 12 s, 3 min 05 s, 2 h 10 min."""
     if seconds < 0.9995e-3 and seconds > 0:
@@ -123,10 +120,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _decimals(step: float) -> int:
-    return max(0, -math.floor(math.log10(step) + 1e-9))
 
 
 def _signed(text: str) -> str:

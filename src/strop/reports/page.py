@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strop.reports.evaluations import benchmark_table
 from strop.reports.html import render
-from strop.reports.log import RunLog, StageLog, StageState, read_run
+from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
 from strop.reports.number_format import Table, Unit, counted, figure
 from strop.reports.panels import across, sections
 from strop.reports.rollouts import RolloutTable, clipped, read_rollouts
@@ -25,7 +25,7 @@ class Verdict:
 
     text: str
     support: str
-    tone: str  # good, bad or flat
+    tone: str = "flat"  # or good, or bad
 
 
 @names_damage
@@ -68,19 +68,14 @@ def verdict(log: RunLog) -> Verdict:
     before, after = pair
     first, last = before.figures.get("accuracy"), after.figures.get("accuracy")
     if first is None or last is None:
-        rewards = [each.figures.get("reward_mean") for each in pair]
-        texts = ["unknown" if reward is None else figure(reward) for reward in rewards]
-        return Verdict(
-            text=f"Mean reward went from {texts[0]} to {texts[1]}.",
-            support="No reward says what is right, so there is no accuracy.",
-            tone="flat",
-        )
+        support = "No reward says what is right, so there is no accuracy."
+        return Verdict(text=f"Mean reward went from {_reward(before)} to {_reward(after)}.", support=support)
     shown = [figure(value, Unit.PERCENT) for value in (first, last)]
     moved = f"from {shown[0]} to {shown[1]}"
     bounds = [each.figures.get(f"accuracy_{end}") for each in pair for end in ("low", "high")]
     if any(bound is None for bound in bounds):
         word = "rose" if last > first else "fell" if last < first else "stayed"
-        return Verdict(text=f"Accuracy {word} {moved}.", support="No intervals were logged.", tone="flat")
+        return Verdict(text=f"Accuracy {word} {moved}.", support="No intervals were logged.")
     stages = f"Stage {before.stage} against stage {after.stage}"
     low_before, high_before, low_after, high_after = (bound or 0.0 for bound in bounds)
     if low_after > high_before:
@@ -90,27 +85,28 @@ def verdict(log: RunLog) -> Verdict:
     return Verdict(
         text=f"Accuracy went {moved}: the change may be chance." if first != last else f"Accuracy stayed at {shown[0]}.",
         support=f"{stages}: the 95% intervals overlap; use more tasks or more steps.",
-        tone="flat",
     )
+
+
+def _reward(evaluation: Evaluation) -> str:
+    reward = evaluation.figures.get("reward_mean")
+    return "unknown" if reward is None else figure(reward)
 
 
 def _verdict_without_pair(log: RunLog) -> Verdict:
     if not log.evaluations:
         support = "A recipe evaluates with stages of kind eval: give it one before and one after training."
-        return Verdict(text="No evaluation yet.", support=support, tone="flat")
+        return Verdict(text="No evaluation yet.", support=support)
     support = "No earlier evaluation of the same tasks and an ancestor of the model."
     if stale := [each.stage for each in log.evaluations if each.stage in log.stale]:
         first = next(iter(log.stale))
         support = f"Stale, so not compared: {', '.join(stale)}. Rerun with `strop train` and --from {first}."
     if not log.current_evaluations:
-        return Verdict(text="No evaluation matches the recipe.", support=support, tone="flat")
+        return Verdict(text="No evaluation matches the recipe.", support=support)
     last = log.current_evaluations[-1]
     accuracy = last.figures.get("accuracy")
-    reward = last.figures.get("reward_mean")
-    shown = f"mean reward {'unknown' if reward is None else figure(reward)}"
-    if accuracy is not None:
-        shown = f"accuracy {figure(accuracy, Unit.PERCENT)}"
-    return Verdict(text=f"After stage {last.stage}: {shown}.", support=support, tone="flat")
+    shown = f"mean reward {_reward(last)}" if accuracy is None else f"accuracy {figure(accuracy, Unit.PERCENT)}"
+    return Verdict(text=f"After stage {last.stage}: {shown}.", support=support)
 
 
 def stages_table(stages: Sequence[StageLog]) -> Table:

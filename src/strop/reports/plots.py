@@ -221,13 +221,9 @@ def _readout(frame: _Frame, plot: Plot, series: Sequence[Series], bases: Sequenc
         if each.look is Look.FAINT:
             continue
         at = {x: (figure(y, plot.unit), frame.y(y + offset)) for (x, y), offset in zip(each.points, base, strict=True)}
+        found = [at.get(x, (None, None)) for x in xs]
         lines.append(
-            {
-                "name": each.label,
-                "colour": each.colour,
-                "text": [at[x][0] if x in at else None for x in xs],
-                "y": [at[x][1] if x in at else None for x in xs],
-            }
+            {"name": each.label, "colour": each.colour, "text": [text for text, _ in found], "y": [y for _, y in found]}
         )
     content = {"x": [frame.x(x) for x in xs], "at": [f"{plot.x_label} {figure(x)}" for x in xs], "lines": lines}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
@@ -255,16 +251,11 @@ def thinned(series: Series) -> Series:
     blocks = [series.points[start : start + span] for start in range(0, len(series.points), span)]
     points = tuple((block[len(block) // 2][0], sum(y for _, y in block) / len(block)) for block in blocks)
     is_ranged = series.look is Look.LINE and not series.band
-    ranges = tuple(
-        (x, min(y for _, y in block), max(y for _, y in block)) for (x, _), block in zip(points, blocks, strict=True)
-    )
-    return Series(
-        label=series.label,
-        points=points,
-        colour=series.colour,
-        look=series.look,
-        band=ranges if is_ranged else series.band[:: max(1, len(series.band) // MAX_POINTS)],
-    )
+    band = series.band[:: max(1, len(series.band) // MAX_POINTS)]
+    if is_ranged:
+        of_blocks = [(x, [y for _, y in block]) for (x, _), block in zip(points, blocks, strict=True)]
+        band = tuple((x, min(ys), max(ys)) for x, ys in of_blocks)
+    return replace(series, points=points, band=band)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,13 +305,11 @@ def compare_plots(curves: Curves, *, units: Mapping[str, Unit] | None = None, x_
 def _mean_and_range(arm: str, seeds: Sequence[Curve], colour: int) -> Series:
     """Over the x that all seeds have: a mean over fewer of them would jump where one ends."""
     by_x = [dict(curve) for curve in seeds]
-    common = [x for x, _ in seeds[0] if all(x in curve for curve in by_x)]
+    common = {x: [curve[x] for curve in by_x] for x, _ in seeds[0] if all(x in curve for curve in by_x)}
     if not common:
         raise ValueError(f"arm {arm!r}: its {len(seeds)} curves have no x in common; give them the same axis")
-    values = [[curve[x] for curve in by_x] for x in common]
-    return Series(
-        label=arm if len(seeds) == 1 else f"{arm} ({len(seeds)} seeds)",
-        points=tuple((x, sum(ys) / len(ys)) for x, ys in zip(common, values, strict=True)),
-        colour=colour,
-        band=tuple((x, min(ys), max(ys)) for x, ys in zip(common, values, strict=True)) if len(seeds) > 1 else (),
-    )
+    points = tuple((x, sum(ys) / len(ys)) for x, ys in common.items())
+    if len(seeds) == 1:
+        return Series(label=arm, points=points, colour=colour)
+    band = tuple((x, min(ys), max(ys)) for x, ys in common.items())
+    return Series(label=f"{arm} ({len(seeds)} seeds)", points=points, colour=colour, band=band)

@@ -19,13 +19,12 @@ from rich.status import Status
 from strop.evaluation.statistics import Estimate, mean_of_seeds
 from strop.reports.html import render
 from strop.reports.log import Metrics, read_run
-from strop.reports.number_format import Table, duration, figure, unit_of
+from strop.reports.number_format import NONE, Table, cell, duration, figure, unit_of
 from strop.reports.panels import PANELS
 from strop.reports.plots import Curves, Point, drawings_of
 from strop.reports.terminal import print_table, printable
 from strop.run_directory import RunDirectory
 
-_NOTHING = "–"
 _TAIL_BYTES = 65_536  # of metrics.jsonl, read for the last step
 
 
@@ -63,6 +62,10 @@ class SweepRun:
             + metrics.get("sft/tokens_per_s", 0.0) * metrics.get("time/step_s", 0.0)
             for metrics in self.steps.values()
         )
+
+    def summary(self, metric: str) -> str:
+        """Return the result of a finished run, which is of `metric`, in a few words."""
+        return "done" if self.result is None else f"{metric or 'last step'} {figure(self.result, unit_of(metric))}"
 
     def curve(self, metric: str) -> dict[int, tuple[float, float]]:
         """Return step -> (seconds of all steps up to it, value) for each step that logged `metric`."""
@@ -138,14 +141,7 @@ def read_sweep_run(
         if not result and steps and state is State.DONE:  # the recipe has no evaluation
             figures = steps[max(steps)]
             metric = next((each for each in (*curves, *PANELS.sweep) if each in figures), "")
-    return SweepRun(
-        seed=seed,
-        name=run.path.name,
-        state=state,
-        failure=failure,
-        result=figures.get(metric),
-        steps=steps,
-    )
+    return SweepRun(seed=seed, name=run.path.name, state=state, failure=failure, result=figures.get(metric), steps=steps)
 
 
 def difference(arm: SweepArm, baseline: SweepArm) -> Estimate | None:
@@ -184,7 +180,7 @@ def results_table(log: SweepLog) -> Table:
 def _row(log: SweepLog, arm: SweepArm) -> dict[str, str]:
     baseline = log.arms[0]
     found = _arm_json(arm, baseline)
-    above = _NOTHING
+    above = NONE
     if over := found.get("above"):
         above = f"{shown(log, over['mean'])} [{_bounds(log, over, 'low', 'high', ', ')}]"
     done = [run for run in arm.runs if run.state is State.DONE]
@@ -195,26 +191,18 @@ def _row(log: SweepLog, arm: SweepArm) -> dict[str, str]:
         "range": _bounds(log, found, "min", "max"),
         f"above {baseline.name}": above,
         "seeds": f"{found['num_seeds']} of {len(arm.runs)}",
-        "time": duration(sum(run.time_s for run in done) / len(done)) if done else _NOTHING,
-        "tokens": f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else _NOTHING,
+        "time": duration(sum(run.time_s for run in done) / len(done)) if done else NONE,
+        "tokens": f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else NONE,
     }
 
 
 def _bounds(log: SweepLog, found: Mapping[str, Any], low: str, high: str, between: str = " – ") -> str:
-    return f"{shown(log, found[low])}{between}{shown(log, found[high])}" if low in found else _NOTHING
+    return f"{shown(log, found[low])}{between}{shown(log, found[high])}" if low in found else NONE
 
 
 def shown(log: SweepLog, value: float | None) -> str:
     """Return a result as a cell of a table."""
-    return _NOTHING if value is None else figure(value, unit_of(log.result))
-
-
-def run_summary(run: SweepRun, result: str) -> str:
-    """Return the result of a finished run in a few words."""
-    if run.result is None:
-        return "done"
-    name = result.partition(".")[2]
-    return f"{name or 'last step'} {figure(run.result, unit_of(name))}"
+    return cell(value, unit_of(log.result))
 
 
 def sweep_page(log: SweepLog) -> str:
@@ -222,14 +210,8 @@ def sweep_page(log: SweepLog) -> str:
     units = {metric: unit_of(metric) for metric in log.drawn}
     axes = (("Against steps", curves_of(log), "step"), ("Against wall-clock time", curves_of(log, by_time=True), "seconds"))
     sections = [{"title": title, "drawings": drawings_of(curves, units=units, x_label=x)} for title, curves, x in axes]
-    return render(
-        "sweep.html.j2",
-        log=log,
-        num_seeds=len(log.arms[0].runs),
-        results=results_table(log),
-        sections=sections,
-        shown=partial(shown, log),
-    )
+    results, num_seeds = results_table(log), len(log.arms[0].runs)
+    return render("sweep.html.j2", log=log, num_seeds=num_seeds, results=results, sections=sections, shown=partial(shown, log))
 
 
 def sweep_json(log: SweepLog) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -20,16 +19,7 @@ from typing import Any, TypeAlias
 import strop
 from strop.errors import RunError
 from strop.recipe.recipe import Recipe
-from strop.run_directory import (
-    RunDirectory,
-    file_digest,
-    file_digests,
-    read_json,
-    read_lines,
-    write_directory,
-    write_json,
-    write_text,
-)
+from strop.run_directory import RunDirectory, copy_lines, file_digest, file_digests, read_json, write_directory, write_json
 from strop.runs.manifest import Difference, differences, locked, without_free_keys
 
 Lineage: TypeAlias = dict[str, Any]
@@ -323,20 +313,9 @@ def copy_stages(run: RunDirectory, source: RunDirectory, recipe: Recipe, *, num:
     with locked(run):
         for name in list(recipe.stages)[num_done(run, recipe) : num]:
             for file in ("metrics", "updates", "events"):
-                _copy_lines(getattr(run, file), getattr(source, file), name)
-            write_directory(run.stage(name).path, partial(_link, source.stage(name).path))
-
-
-def _copy_lines(path: Path, source: Path, stage: str) -> None:
-    """Replace the lines of `stage` in `path` by those in `source`."""
-    if path.exists() or source.exists():
-        lines = [line for line in read_lines(path) if line["stage"] != stage]
-        lines += [line for line in read_lines(source) if line["stage"] == stage]
-        write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
-
-
-def _link(source: Path, directory: Path) -> None:
-    shutil.copytree(source, directory, copy_function=_link_or_copy, dirs_exist_ok=True)
+                copy_lines(getattr(run, file), getattr(source, file), name)
+            copy = partial(shutil.copytree, source.stage(name).path, copy_function=_link_or_copy, dirs_exist_ok=True)
+            write_directory(run.stage(name).path, copy)
 
 
 def _link_or_copy(source: str, target: str) -> None:

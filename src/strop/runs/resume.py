@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TypeAlias
 
 from strop.errors import ConfigError, RunError, did_you_mean
 from strop.recipe.recipe import Recipe
-from strop.run_directory import RunDirectory, cut_back, names_damage, read_json, read_lines, write_json, write_text
+from strop.run_directory import RunDirectory, cut_back, names_damage, read_json, read_lines, write_json, write_lines
 from strop.runs.lineage import Lineage, lineages, mark_stale, parents_of, recorded_lineage, why_stale
 from strop.runs.manifest import check_directory, differences, write_manifest
 
@@ -131,8 +130,7 @@ def _move_results(run: RunDirectory, names: Sequence[str]) -> None:
         if run.stage(name).path.exists():
             for path in (run.metrics, run.updates):
                 if lines := [line for line in read_lines(path) if line["stage"] == name]:
-                    text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-                    write_text(run.stage(name).path / path.name, text)
+                    write_lines(run.stage(name).path / path.name, lines)
             shutil.move(run.stage(name).path, _free_place(run.path / "stale", name))
         for path in (run.metrics, run.updates):
             cut_back(path, name, 0)
