@@ -6,11 +6,10 @@ drawn as a page.
 
 from __future__ import annotations
 
-import json
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeAlias
 
@@ -18,32 +17,14 @@ from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate, with_paths
 from strop.curation.decontamination import DecontaminationRule
-from strop.curation.rules import (
-    AgreementRule,
-    ExactDuplicatesRule,
-    IntegerAnswer,
-    NearDuplicatesRule,
-    SimpleAnswer,
-    SmallNumbers,
-    VerifiableAnswer,
-)
+from strop.curation.rules import AnswerRule, OutcomeOrDuplicateRule
 from strop.errors import did_you_mean
 from strop.reports.html import render
-from strop.run_directory import read_lines, write_text
+from strop.run_directory import write_text
 from strop.tasks.rows import RowSource, Verdict
 from strop.types import Task, derive_seed
 
-RuleConfig: TypeAlias = Annotated[
-    IntegerAnswer
-    | VerifiableAnswer
-    | SimpleAnswer
-    | SmallNumbers
-    | DecontaminationRule
-    | AgreementRule
-    | ExactDuplicatesRule
-    | NearDuplicatesRule,
-    Field(discriminator="kind"),
-]
+RuleConfig: TypeAlias = Annotated[AnswerRule | DecontaminationRule | OutcomeOrDuplicateRule, Field(discriminator="kind")]
 
 
 class CurationConfig(Config):
@@ -149,21 +130,6 @@ def curate(tasks: Iterable[Task], rules: Sequence[Rule]) -> Iterator[Verdict]:
     """Return a verdict for each task, of `rules` in their order; those that compare belong last."""
     for task in tasks:
         yield apply(Verdict(task=task), [(rule, None) for rule in rules])
-
-
-def part_path(directory: Path, number: int) -> Path:
-    return directory / f"part-{number:06d}.jsonl"
-
-
-def write_part(path: Path, verdicts: Iterable[Verdict]) -> None:
-    write_text(path, "".join(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in verdicts))
-
-
-def read_parts(directory: Path) -> Iterator[Verdict]:
-    """Return all verdicts in the order of the input."""
-    for path in sorted(directory.glob("part-*.jsonl")):
-        for line in read_lines(path):
-            yield Verdict(task=Task(**line["task"]), rule=line["rule"], reason=line["reason"])
 
 
 _NUM_SAMPLES = 8

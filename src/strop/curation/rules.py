@@ -198,6 +198,9 @@ class SmallNumbers(RuleScope):
         return None
 
 
+AnswerRule: TypeAlias = IntegerAnswer | VerifiableAnswer | SimpleAnswer | SmallNumbers
+
+
 def _largest(answer: str) -> tuple[str, float]:
     """The kind and the decimal logarithm of the largest power, factorial or binomial. A rule of thumb.
 
@@ -430,3 +433,6 @@ class Agreement:
             return None
         agree = f"{outcome.num_right} of {outcome.num_judged} answers agree with the label, fewer than {self.rule.min_right}"
         return agree + (f", {num_missing} were not judged" if num_missing else "")
+
+
+OutcomeOrDuplicateRule: TypeAlias = AgreementRule | ExactDuplicatesRule | NearDuplicatesRule

@@ -25,24 +25,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from strop.curation.config import (
-    CurationConfig,
-    RuleTally,
-    ScopedRule,
-    Tally,
-    apply,
-    make_rules,
-    part_path,
-    read_parts,
-    write_page,
-    write_part,
-)
+from strop.curation.config import CurationConfig, RuleTally, ScopedRule, Tally, apply, make_rules, write_page
 from strop.curation.decontamination import DecontaminationRule
 from strop.curation.rules import AgreementRule
 from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
-from strop.run_directory import file_digest, read_json, write_json
+from strop.run_directory import file_digest, read_json, read_lines, write_json, write_text
 from strop.tasks.files import keeping_commits, writing_rows
 from strop.tasks.rows import LIMITS, UNREADABLE, WHERE, HubRows, RowSource, Verdict, read_tasks
+from strop.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +84,13 @@ def run_curation(
     return summary
 
 
+def _read_parts(directory: Path) -> Iterator[Verdict]:
+    """Return all verdicts in the order of the input."""
+    for path in sorted(directory.glob("part-*.jsonl")):
+        for line in read_lines(path):
+            yield Verdict(task=Task(**line["task"]), rule=line["rule"], reason=line["reason"])
+
+
 def _open_parts(parts: Path, digest: str) -> dict[str, str]:
     """Remove parts of other rules or inputs.
 
@@ -116,19 +113,20 @@ def _judge_all(
     Args:
         commits: of the benchmarks, for the processes.
     """
-    chunks = enumerate(_chunks(chain.from_iterable(read_tasks(source, split="train") for source in config.sources)))
+    rows = chain.from_iterable(read_tasks(source, split="train") for source in config.sources)
+    numbered = enumerate(iter(lambda: list(islice(rows, CHUNK_TASKS)), []))
+    chunks = ((parts / f"part-{number:06d}.jsonl", chunk) for number, chunk in numbered)
     if jobs == 1:
-        for number, chunk in chunks:
-            if not part_path(parts, number).exists():
-                write_part(part_path(parts, number), [apply(each, rules) for each in chunk])
+        for path, chunk in chunks:
+            if not path.exists():
+                _judge_chunk(path, chunk, rules)
             progress(len(chunk))
         return
     context = multiprocessing.get_context("spawn")  # the parent may have threads, such as pyarrow's
     try:
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config, commits)) as pool:
-            while several := [(part_path(parts, number), chunk) for number, chunk in islice(chunks, 4 * jobs)]:
-                missing = [(path, chunk) for path, chunk in several if not path.exists()]
-                for judging in [pool.submit(_judge_chunk, path, chunk) for path, chunk in missing]:
+            while several := list(islice(chunks, 4 * jobs)):
+                for judging in [pool.submit(_judge_chunk, path, chunk) for path, chunk in several if not path.exists()]:
                     try:
                         judging.result(timeout=_CHUNK_DEADLINE_S)
                     except TimeoutError as error:
@@ -140,11 +138,6 @@ def _judge_all(
                 progress(sum(len(chunk) for _, chunk in several))
     except BrokenProcessPool as error:
         raise MachineError("curation: a process that judged tasks was killed. The same command resumes.") from error
-
-
-def _chunks(rows: Iterator[Verdict]) -> Iterator[list[Verdict]]:
-    while chunk := list(islice(rows, CHUNK_TASKS)):
-        yield chunk
 
 
 _worker_rules: list[ScopedRule] = []  # of a worker process
@@ -166,8 +159,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _judge_chunk(path: Path, chunk: list[Verdict]) -> None:
-    write_part(path, [apply(each, _worker_rules) for each in chunk])
+def _judge_chunk(path: Path, chunk: list[Verdict], rules: list[ScopedRule] | None = None) -> None:
+    """Write the verdicts of `rules`, by default those of this worker process."""
+    verdicts = [apply(each, _worker_rules if rules is None else rules) for each in chunk]
+    write_text(path, "".join(json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in verdicts))
 
 
 def _compare_all(rules: list[ScopedRule], parts: Path, directory: Path, progress: Progress) -> Tally:
@@ -177,7 +172,7 @@ def _compare_all(rules: list[ScopedRule], parts: Path, directory: Path, progress
     """
     tally = Tally()
     with writing_rows(directory / "kept.jsonl") as keep, writing_rows(directory / "dropped.jsonl") as drop:
-        for each in read_parts(parts):
+        for each in _read_parts(parts):
             verdict = apply(each, rules)
             tally.add(verdict)
             if not tally.num_tasks % CHUNK_TASKS:
