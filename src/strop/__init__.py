@@ -19,46 +19,28 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 if TYPE_CHECKING:
-    from strop.algorithms.method import Method
-    from strop.errors import ConfigError
-    from strop.pipeline.from_python import train
-    from strop.recipe.load import load_recipe
-    from strop.recipe.recipe import Recipe
-    from strop.recipe.stage import Stage
-    from strop.rewards.base import Reward
-    from strop.rollout.own_environment import OwnEnvironment as Environment
-    from strop.rollout.own_environment import TextEnvironment
-    from strop.sandbox import Sandbox
-    from strop.stages.evaluation import Eval
-    from strop.stages.rl import RL
-    from strop.stages.sft import SFT
-    from strop.tasks.protocol import TaskSource
-    from strop.tools.function import tool
-    from strop.tools.protocol import Tool
-    from strop.types import Group, Task, Trajectory, Turn
+    from strop.algorithms.method import Method as Method
+    from strop.errors import ConfigError as ConfigError
+    from strop.pipeline.from_python import train as train
+    from strop.recipe.load import load_recipe as load_recipe
+    from strop.recipe.recipe import Recipe as Recipe
+    from strop.recipe.stage import Stage as Stage
+    from strop.rewards.base import Reward as Reward
+    from strop.rollout import own_environment
+    from strop.rollout.own_environment import TextEnvironment as TextEnvironment
+    from strop.sandbox import Sandbox as Sandbox
+    from strop.stages.evaluation import Eval as Eval
+    from strop.stages.rl import RL as RL
+    from strop.stages.sft import SFT as SFT
+    from strop.tasks.protocol import TaskSource as TaskSource
+    from strop.tools.function import tool as tool
+    from strop.tools.protocol import Tool as Tool
+    from strop.types import Group as Group
+    from strop.types import Task as Task
+    from strop.types import Trajectory as Trajectory
+    from strop.types import Turn as Turn
 
-__all__ = [
-    "RL",
-    "SFT",
-    "ConfigError",
-    "Environment",
-    "Eval",
-    "Group",
-    "Method",
-    "Recipe",
-    "Reward",
-    "Sandbox",
-    "Stage",
-    "Task",
-    "TaskSource",
-    "TextEnvironment",
-    "Tool",
-    "Trajectory",
-    "Turn",
-    "load_recipe",
-    "tool",
-    "train",
-]
+    Environment = own_environment.OwnEnvironment
 
 _MODULES = {
     "ConfigError": "strop.errors",
@@ -82,6 +64,7 @@ _MODULES = {
     "tool": "strop.tools.function",
     "train": "strop.pipeline.from_python",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

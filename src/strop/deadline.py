@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 
 
@@ -60,19 +60,10 @@ async def deadline(seconds: float) -> AsyncIterator[asyncio.Timeout]:
             _of_this_call.reset(token)
 
 
-class StoppedClock:
+class StoppedClock(ExitStack):
     """Stops the clock of a call until `go_on`. Does nothing without a call."""
 
-    def __init__(self, clock: _Clock | None) -> None:
-        self._clock = clock
-        if clock is not None:
-            clock.stop()
-
-    def go_on(self) -> None:
-        """Safe to call twice."""
-        clock, self._clock = self._clock, None
-        if clock is not None:
-            clock.go_on()
+    go_on = ExitStack.close  # safe to call twice
 
 
 @contextmanager
@@ -82,8 +73,8 @@ def clock_stopped() -> Iterator[StoppedClock]:
     Use it to wait for other calls that have deadlines of their own. Does nothing outside a call.
     """
     clock = _of_this_call.get()
-    stopped = StoppedClock(clock if clock is not None and clock.is_here else None)
-    try:
+    with StoppedClock() as stopped:
+        if clock is not None and clock.is_here:
+            clock.stop()
+            stopped.callback(clock.go_on)
         yield stopped
-    finally:
-        stopped.go_on()

@@ -12,6 +12,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
+def in_short(words: object) -> str:
+    """Return the first 200 characters of `words` on one line."""
+    return " ".join(str(words).split())[:200]
+
+
 class StropError(Exception):
     """Everything that strop raises on purpose."""
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from strop.config import Config
 from strop.deadline import clock_stopped
-from strop.errors import MachineError, UserError
+from strop.errors import MachineError, UserError, in_short
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class PatientClient:
 
     def _fault(self, response: httpx2.Response, place: str, hints: Mapping[int, str]) -> str:
         """The fault of an answer that is worth another try. Raises `ServiceRefused` for any other answer."""
-        status, said = response.status_code, _in_short(response.text)
+        status, said = response.status_code, _said(response)
         fault = f"{place} answered {status}: {said}"
         if status in _RETRY_STATUS or status >= 500:
             return fault
@@ -171,22 +171,23 @@ class PatientClient:
 
     def _hint(self, status: int) -> str:
         if status in _KEY_STATUS:
-            key = self._limits.key_env
-            return (
-                f"Is the key in {key} right, and paid for?"
-                if key
-                else "It needs a key: set key_env to its environment variable."
-            )
+            if key := self._limits.key_env:
+                return f"Is the key in {key} right, and paid for?"
+            return "It needs a key: set key_env to its environment variable."
         if status in _ADDRESS_STATUS or status < 400:
             return "Is the address right?"
         return "Another try would not change it."
+
+
+def _said(response: httpx2.Response) -> str:
+    return in_short(response.text) or "nothing"
 
 
 def _json(response: httpx2.Response, place: str) -> Any:
     try:
         return response.json()
     except ValueError as error:
-        raise ServiceRefused(f"{place} answered without JSON: {_in_short(response.text)}") from error
+        raise ServiceRefused(f"{place} answered without JSON: {_said(response)}") from error
 
 
 def is_unknown_host(error: BaseException | None) -> bool:
@@ -194,10 +195,6 @@ def is_unknown_host(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
     return error is not None and error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-
-
-def _in_short(text: str) -> str:
-    return " ".join(text.split())[:200] or "nothing"
 
 
 def _seconds(retry_after: str) -> float:
@@ -227,12 +224,10 @@ class JsonService(PatientClient):
             ServiceRefused: no try gave an answer, or the service refused the request itself.
         """
         url = self._url + path
-
-        async def send(client: httpx2.AsyncClient) -> httpx2.Response:
-            return await client.post(url, json=body, headers=self._headers)
-
         try:
-            return await self.ask(send, parse, place=url, hints=_hints(body))
+            return await self.ask(
+                lambda client: client.post(url, json=body, headers=self._headers), parse, place=url, hints=_hints(body)
+            )
         except ServiceRefused as refused:
             if refused.status is not None:
                 raise

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.errors import ConfigError, StropError
+from strop.errors import ConfigError, StropError, in_short
 
 ValueT = TypeVar("ValueT")
 
@@ -29,7 +29,7 @@ def call(function: Callable[..., ValueT], *arguments: Any, what: str, about: str
     except StropError:
         raise
     except Exception as error:
-        problem = f"raised {type(error).__name__}: {_short(error)}{about and f' {about}'}"
+        problem = f"raised {type(error).__name__}: {in_short(error)}{about and f' {about}'}"
         raise mistake(function, problem, what=what, error=error) from error
     if inspect.iscoroutine(value):
         value.close()
@@ -57,7 +57,7 @@ def blame(error: BaseException, about: str = "") -> ConfigError | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
     if not frames:
         return None
-    last, words = frames[-1], f"raised {type(error).__name__}: {_short(error)}{about and f' {about}'}"
+    last, words = frames[-1], f"raised {type(error).__name__}: {in_short(error)}{about and f' {about}'}"
     return ConfigError(f"{last.name} ({last.filename}, line {last.lineno}) {words}.")
 
 
@@ -77,7 +77,7 @@ def expect(value: Any, kind: type[ValueT], function: Any, *, what: str, about: s
 
 def returned(function: Any, value: object, remedy: str, *, what: str, about: str = "") -> ConfigError:
     """Return the message about a value that `function` must not return."""
-    return mistake(function, f"returned {_short(repr(value))}{about and f' {about}'}. {remedy}", what=what)
+    return mistake(function, f"returned {in_short(repr(value))}{about and f' {about}'}. {remedy}", what=what)
 
 
 def mistake(function: Any, problem: str, *, what: str, error: Exception | None = None) -> ConfigError:
@@ -100,7 +100,3 @@ def place_of(function: Any, error: Exception | None = None) -> str:
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     own = [frame for frame in frames if frame.filename == code.co_filename]
     return f"{code.co_filename}, line {(own[-1].lineno if own else None) or code.co_firstlineno}"
-
-
-def _short(words: object) -> str:
-    return " ".join(str(words).split())[:200]

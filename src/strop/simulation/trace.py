@@ -100,13 +100,7 @@ def _rollout(key: RolloutKey, total: int, num_turns: int, random: np.random.Gene
     return TracedRollout(key=key, turns=(*turns, TracedTurn(num_tokens=int(lengths[-1]))))
 
 
-def _trace(
-    name: str,
-    num_groups: int,
-    group_size: int,
-    max_tokens: int,
-    make: Callable[[RolloutKey], TracedRollout],
-) -> Trace:
+def _trace(name: str, num_groups: int, group_size: int, max_tokens: int, make: Callable[[RolloutKey], TracedRollout]) -> Trace:
     """Groups with prompts of 250 tokens; `make` is called in the order of groups and attempts."""
     groups = []
     for index in range(num_groups):
