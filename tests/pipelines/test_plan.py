@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from strop.cli import app
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
+from strop.recipe.stage import Machine
 from strop.stages.model import tiny_llama_config
 
 TINY = Path(__file__).with_name("tiny.toml")
@@ -115,3 +116,26 @@ def test_rl_on_published_tasks_is_planned_with_its_passes_over_each_of_them():
     assert "of logic" not in stage.arithmetic  # made without end
     part = planned('stages.rl.tasks={kind="hub", dataset="gsm8k", limit=100}')["rl"]
     assert "passes" not in part.arithmetic
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "tokens"),
+    [
+        ([], "58%", 2 * (128 + 6 * 128)),  # two groups of six rows of 128 + 128 tokens
+        (["stages.rl.trainer.max_tokens_per_microbatch=700"], "67%", 2 * (2 * 128 + 6 * 128)),  # four rows of a group, and two
+        (["stages.rl.trainer.packing=false"], "100%", 12 * 256),
+        (["stages.rl.branching={initial_rollouts=3}"], "at most 58%", 2 * (128 + 6 * 128)),
+        (["engine.max_length=130"], "100%", 12 * 130),  # two tokens of a prompt are not worth sharing
+    ],
+)
+def test_rl_is_planned_with_each_prompt_once_a_group(words, share, tokens):
+    recipe = load_recipe(TINY, words)
+    estimate = recipe.stages["rl"].plan("rl", recipe.for_stage("rl"), Machine())
+    assert estimate.lines[0].startswith(f"distinct tokens of an update: {share}, an estimate with full-length prompts (")
+    assert estimate.trained.tokens_of_update == tokens
+
+
+def test_the_memory_of_rl_is_that_of_distinct_tokens():
+    """34 float32 values of each token, channel and layer; a micro-batch would hold all 12 rows of 256 tokens."""
+    shared, rows = (planned(f"stages.rl.trainer.packing={each}")["rl"].memory_mib for each in ("true", "false"))
+    assert (rows - shared) * 2**20 == pytest.approx((12 * 256 - 2 * 7 * 128) * 34 * 64 * 2 * 4)

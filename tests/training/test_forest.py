@@ -14,7 +14,7 @@ from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column
 from strop.algorithms.ppo import PPO
 from strop.training import Trainer, TrainerConfig, logprobs
-from strop.training.batch import Row, World, microbatches, pack_rows, shares
+from strop.training.batch import Row, World, microbatches, pack_rows, shares, tokens_saved
 from strop.training.config import LoraConfig
 from strop.training.logprobs import head_logprobs
 
@@ -87,21 +87,44 @@ def test_micro_batches_of_a_forest_hold_every_row_once_within_their_budget(seed,
         assert sorted(rows) == trained
 
 
+def groups(num, *, size, prompt, response):
+    """Rows of so many tokens that share the prompt of their group and begin their responses with different tokens."""
+    chance, length, rows = random.Random(0), prompt + response, []
+    for group in range(num):
+        ids = [group, *sequence(chance, prompt - 1, prompt - 1)]
+        mask = [position >= prompt for position in range(length)]
+        for place in range(size):
+            row = [*ids, place, *sequence(chance, response - 1, response - 1)]
+            rows.append(
+                Row(ids=row, loss_mask=mask, advantages=torch.ones(length), sampled_logprobs=[-4.0] * length, group=group)
+            )
+    return pack_rows(rows, aggregation=Aggregation.TOKEN_MEAN, temperature=1.0)
+
+
 def test_a_micro_batch_ends_between_trees_if_it_is_half_full():
     """Trees of 100 + 4 x 30 tokens in micro-batches of 300: a third tree's trunk is repeated nowhere."""
-    chance = random.Random(0)
-    rows = []
-    for group in range(3):
-        prompt = [group, *sequence(chance, 99, 99)]
-        for _ in range(4):
-            ids = prompt + sequence(chance, 31, 31)
-            mask = [position >= 100 for position in range(131)]
-            advantages = torch.ones(131)
-            rows.append(Row(ids=ids, loss_mask=mask, advantages=advantages, sampled_logprobs=[-4.0] * 131, group=group))
-    batch = pack_rows(rows, aggregation=Aggregation.TOKEN_MEAN, temperature=1.0)
-    parts = microbatches(batch, 300, is_packed=True)
+    parts = microbatches(groups(3, size=4, prompt=100, response=31), 300, is_packed=True)
     assert [part.num_tokens for part in parts] == [220, 220, 220]
     assert [set(part.batch.groups.tolist()) for part in parts] == [{0}, {1}, {2}]
+
+
+@pytest.mark.parametrize(
+    ("size", "prompt", "response", "keys", "saved"),
+    [
+        (4, 100, 50, {}, 300),  # three of four prompts
+        (4, 100, 50, {"max_tokens_per_microbatch": 260}, 200),  # three rows of 100 + 3 x 50 tokens, and one
+        (4, 100, 50, {"max_tokens_per_microbatch": 100}, 0),  # each row by itself
+        (4, 15, 50, {}, 0),  # too short
+        (2, 100, 1100, {}, 100),  # 1100^2 is less than 12 288 x 100
+        (2, 100, 1120, {}, 0),  # 1120^2 is more
+        (4, 100, 50, {"packing": False}, 0),
+    ],
+)
+def test_what_a_plan_counts_of_groups_is_what_their_micro_batches_compute(size, prompt, response, keys, saved):
+    config, batch = TrainerConfig(**keys), groups(3, size=size, prompt=prompt, response=response)
+    assert tokens_saved(size, prompt, response, config) == saved
+    parts = microbatches(batch, config.max_tokens_per_microbatch, is_packed=config.packing)
+    assert sum(sum(part.lengths) - part.num_tokens for part in parts) == 3 * saved
 
 
 def gradients_of(directory, batch, method, columns, **options):

@@ -77,7 +77,7 @@ class Trained:
     tokens: int = 0
     flops_per_parameter: int = 6  # of a token: 2 forward and 4 backward, and 2 for each pass that scores
     copies: float = 4.0  # of the weights in float32: themselves, their gradients and two moments
-    tokens_of_update: int  # that are computed at once if they fit into a micro-batch
+    tokens_of_update: int  # distinct ones, computed at once if they fit into a micro-batch
     longest: int  # tokens of the longest row, which is a micro-batch by itself if it is longer than one
     saved: int = 1  # models in a checkpoint, each with two moments
     checkpoints: int = 1  # that are kept

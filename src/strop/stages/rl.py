@@ -37,7 +37,7 @@ from strop.stages.loop.updates import (
     why_nothing_learned,
     why_tied,
 )
-from strop.training.batch import Ban, TokenBatch, pack, reweighted, split_by_group
+from strop.training.batch import Ban, TokenBatch, pack, reweighted, split_by_group, tokens_saved
 from strop.training.trainer import Trainer
 from strop.types import Group
 
@@ -293,8 +293,10 @@ class RL(RolloutStage):
         rollouts = config.tasks_per_step * config.rollouts_per_task
         kept = config.tasks_per_step * config.group_size
         trained = kept * config.epochs * self.tokens_of_responses(config.updates_in_step)
-        rows, longest = kept // config.updates_per_step, recipe.engine.max_length
+        rows, longest, response = kept // config.updates_per_step, recipe.engine.max_length, config.longest_response
         critics, references = int(config.method.critic is not None), int(Column.REFERENCE_LOGPROBS in config.method.needs)
+        saved = tokens_saved(config.group_size, longest - response, response, config.trainer)
+        distinct = f"{'' if config.branching is None else 'at most '}{1 - saved / (config.group_size * longest):.0%}"
         return self.estimate(
             name,
             recipe,
@@ -304,9 +306,19 @@ class RL(RolloutStage):
             f" {counted(config.num_updates, 'update')}",
             updates=config.updates_in_step,
             trained=config.as_trained(
-                trained, rows=rows, longest=longest, num_critics=critics, num_references=references, num_scored=1
+                trained,
+                rows=rows,
+                longest=longest,
+                num_saved=saved * config.tasks_per_step // config.updates_per_step,
+                num_critics=critics,
+                num_references=references,
+                num_scored=1,
             ),
-            notes=config.method.notes(config.updates_in_step),
+            notes=(
+                f"distinct tokens of an update: {distinct}, an estimate with full-length prompts ({longest - response:,}) and"
+                f" responses ({response:,})",
+                *config.method.notes(config.updates_in_step),
+            ),
         )
 
     async def run(self, context: StageContext) -> StageResult:

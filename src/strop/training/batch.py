@@ -342,6 +342,17 @@ def microbatches(batch: TokenBatch, max_tokens: int, *, is_packed: bool = False)
     ]
 
 
+def tokens_saved(group_size: int, prompt: int, response: int, config: TrainerConfig) -> int:
+    """Return how many tokens `microbatches` leave out of a group whose rows share their prompt and no more.
+
+    Args:
+        prompt, response: tokens of each row.
+    """
+    shared = int(_worth_sharing(torch.tensor(prompt), torch.tensor(response))) if config.packing else 0
+    num_at_once = 1 + max(0, config.max_tokens_per_microbatch - prompt - response) // (prompt + response - shared)
+    return shared * (group_size - -(-group_size // num_at_once))
+
+
 def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) -> list[Microbatch]:
     """Return this rank's micro-batches of `batch`. Every rank gets the same number, some of them blank.
 
@@ -500,8 +511,12 @@ def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
     both = torch.minimum(lengths[1:], lengths[:-1])
     is_same = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1], device=ids.device) < both[:, None])
     counts = is_same.cumprod(1, dtype=torch.int8).sum(1)
-    is_worth_it = (counts >= MIN_SHARED) & ((lengths[1:] - counts) ** 2 <= _MOST_OWN_SQUARED * counts)
-    return [0, *(counts * is_worth_it).tolist()]
+    return [0, *_worth_sharing(counts, lengths[1:] - counts).tolist()]
+
+
+def _worth_sharing(counts: Tensor, own: Tensor) -> Tensor:
+    """`counts` of shared tokens, 0 where rows with so many `own` tokens are better off without."""
+    return counts * ((counts >= MIN_SHARED) & (own**2 <= _MOST_OWN_SQUARED * counts))
 
 
 def lay_out(ids: Tensor, lengths: Tensor, group: SequenceGroup | None = None) -> RowLayout:

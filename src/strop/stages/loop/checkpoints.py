@@ -40,12 +40,21 @@ class CheckpointedKeys(Stage.Config):
     keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
 
     def as_trained(
-        self, tokens: int = 0, *, rows: int, longest: int, num_critics: int = 0, num_references: int = 0, num_scored: int = 0
+        self,
+        tokens: int = 0,
+        *,
+        rows: int,
+        longest: int,
+        num_saved: int = 0,
+        num_critics: int = 0,
+        num_references: int = 0,
+        num_scored: int = 0,
     ) -> Trained:
         """What is trained: the policy, critics as large as it, references that are held, and passes that only score.
 
         Args:
             rows, longest: of an update; tokens of the longest row.
+            num_saved: tokens of an update's rows that others compute.
 
         With an adapter the policy without it is the reference, and weights have no gradients or moments.
         """
@@ -56,7 +65,7 @@ class CheckpointedKeys(Stage.Config):
             flops_per_parameter=(6 + 2 * num_scored) * (1 + num_critics) + 2 * num_references,
             copies=1 + 4 * num_critics if is_lora else 4 + 4 * num_critics + num_references,
             saved=num_critics if is_lora else 1 + num_critics,
-            tokens_of_update=rows * longest,
+            tokens_of_update=rows * longest - num_saved,
             longest=longest,
             checkpoints=self.keep_checkpoints,
         )
