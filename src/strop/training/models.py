@@ -19,6 +19,7 @@ from strop.training.batch import MIN_SHARED
 from strop.training.cpu.attention import keep_attention, use_row_attention
 from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import LogprobModule
+from strop.training.weights import layers_of
 
 if TYPE_CHECKING:
     import transformers
@@ -88,9 +89,7 @@ def checkpoint_activations(model: transformers.PreTrainedModel, dtype: torch.dty
     Raises:
         ModelError: the model library does not mark the layers of this model.
     """
-    import transformers
-
-    layers = [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
+    layers = layers_of(model)
     if not layers:
         raise ModelError(
             f"{type(model).__name__}: its layers cannot be computed again in the backward pass."

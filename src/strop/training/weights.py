@@ -72,12 +72,12 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, rounds_layers: bool = True) -> None:
-        self.model = model
         self._exact: dict[str, Tensor] = {}  # frozen weights that rounding changed
         self._masters: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
-        late = set[nn.Parameter]() if rounds_layers else _parameters_of_layers(model)
+        layers = [] if rounds_layers else layers_of(model)
+        late = {parameter for layer in layers for parameter in layer.parameters()}
         for name, parameter in model.named_parameters():  # a tied weight appears once
             if not parameter.requires_grad:
                 exact = parameter.data
@@ -135,11 +135,11 @@ def round_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> tr
     return model
 
 
-def _parameters_of_layers(model: nn.Module) -> set[nn.Parameter]:
+def layers_of(model: nn.Module) -> list[transformers.GradientCheckpointingLayer]:
+    """Return the layers of `model`; none if the model library does not mark them."""
     import transformers
 
-    layers = [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
-    return {parameter for layer in layers for parameter in layer.parameters()}
+    return [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
 
 
 @torch.no_grad()
