@@ -98,6 +98,14 @@ def test_whatever_ends_a_rollout_the_next_starts_at_once_in_order() -> None:
     assert (one.ledger.offered, one.ledger.ended, one.ledger.sampled_tokens) == (4, 4, 7 + 3 + 1)
 
 
+def test_the_end_of_a_rollout_that_waits_lets_a_smaller_one_start() -> None:
+    one = scheduler(engine("a", kv_blocks=12))
+    for task, max_tokens in enumerate((50, 50, 10)):  # 8, 8 and 4 blocks
+        offer(one, task, max_tokens=max_tokens)
+    assert one.waiting == (key(1, 0), key(2, 0))
+    assert started(one.ended(1.0, key(1, 0))) == [(key(2, 0), "a")]
+
+
 def test_a_group_prefers_the_engine_with_its_prompt_until_that_is_much_fuller() -> None:
     one = scheduler(engine("a", kv_blocks=200), engine("b", kv_blocks=200))
     # The prompt takes 3 blocks, each rollout 5: at 3 + 5 + 5 of 200 engine a is more than 5% fuller than b.

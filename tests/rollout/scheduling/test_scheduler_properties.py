@@ -41,6 +41,7 @@ class Driver:
         self.now_s += self.random.random()
         for action in getattr(self.scheduler, event)(self.now_s, *arguments, **named):
             self.do(action)
+        assert not self.started_by_another_refill()
         for name in self.engines:
             assert 0 <= self.reserved_share(name) <= self.config.oversubscription
         ledger, live = self.scheduler.ledger, self.scheduler.live
@@ -48,6 +49,14 @@ class Driver:
         assert live == set(self.running) | set(self.calling) | set(self.scheduler.waiting)
         assert ledger.sampled_tokens == self.sampled
         assert ledger.ended == sum(self.ended.values())
+
+    def started_by_another_refill(self) -> list[Action]:
+        """The scheduler skips the search where nothing has changed. What does it find after all?"""
+        scheduler = self.scheduler
+        scheduler._actions, scheduler._queue.has_changed = [], True
+        scheduler._refill()
+        scheduler._queue.has_changed = False
+        return scheduler._actions
 
     def reserved_share(self, name: str) -> float:
         changes = self.scheduler.usage[name].kv_share.changes

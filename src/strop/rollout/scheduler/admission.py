@@ -22,7 +22,7 @@ from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +59,7 @@ class EngineSpec:
         return -(-tokens // self.block_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class Size(NamedTuple):
     """What the placement of a rollout depends on."""
 
     prompt: Prompt
@@ -94,18 +93,16 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, *, oversubscription: float, joined_s: float) -> None:
         self.spec = spec
+        self.name = spec.name
+        self.longest = spec.longest
         self.capacity = int(spec.kv_blocks * oversubscription)  # in blocks
         self.reserved = 0
         self.holdings: dict[RolloutKey, Holding] = {}
         self.prompts: dict[Prompt, Segment] = {}
-        self.tokens = 0  # of its rollouts' contexts, as far as they are known; the static policy keeps no count
+        self.tokens: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # one number: of its rollouts' contexts, if known
         self.num_running = 0
         self.usage = EngineUsage(joined_s=joined_s)
         self.started: npt.NDArray[np.int64] = np.zeros(MAX_ATTEMPTS, dtype=np.int64)  # rollouts, by attempt number
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
 
     @property
     def free(self) -> int:
@@ -115,29 +112,37 @@ class Engine:
     def has_free_row(self) -> bool:
         return len(self.holdings) < self.spec.max_conversations
 
+    @property
+    def fill(self) -> float:
+        return self.reserved / self.capacity
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest rollout that can start now and shares nothing; -1 if none can."""
+        return min(self.free * self.spec.block_tokens, self.longest) if self.has_free_row else -1
+
     def can_hold(self, size: Size) -> bool:
         """Whether the engine can hold a rollout of `size` when it holds nothing else."""
-        return self.spec.blocks_for(size.total_tokens) <= self.capacity and size.total_tokens <= self.spec.longest
+        return size.total_tokens <= self.longest
 
     def has_room(self, size: Size) -> bool:
-        return self.has_free_row and size.total_tokens <= self.spec.longest and self.need(size) <= self.free
-
-    def need(self, size: Size) -> int:
-        """Blocks that a new rollout needs."""
+        """Whether a rollout of `size` can start now, with a prompt that is there shared."""
         shared = self.prompts.get(size.prompt)
-        return self.spec.blocks_for(size.total_tokens) - (0 if shared is None else shared.blocks)
+        needed = self.spec.blocks_for(size.total_tokens) - (0 if shared is None else shared.blocks)
+        return self.has_free_row and size.total_tokens <= self.longest and needed <= self.free
 
     def fork_need(self, at: int, total_tokens: int) -> int:
         """Blocks that a branch needs which shares the first `at` tokens with its parent."""
         return self.spec.blocks_for(total_tokens) - at // self.spec.block_tokens
 
     def reserve(self, key: RolloutKey, size: Size) -> None:
-        self.reserved += self.need(size)
-        prompt = self.prompts.setdefault(
-            size.prompt, Segment(blocks=size.prompt_tokens // self.spec.block_tokens, prompt=size.prompt)
-        )
+        if (prompt := self.prompts.get(size.prompt)) is None:
+            prompt = self.prompts[size.prompt] = Segment(size.prompt_tokens // self.spec.block_tokens, size.prompt)
+            self.reserved += prompt.blocks
         prompt.num_users += 1
-        self.holdings[key] = Holding(chain=[prompt], own_blocks=self.spec.blocks_for(size.total_tokens) - prompt.blocks)
+        own = self.spec.blocks_for(size.total_tokens) - prompt.blocks
+        self.reserved += own
+        self.holdings[key] = Holding(chain=[prompt], own_blocks=own)
         self.started[key.attempt % MAX_ATTEMPTS] += 1
 
     def fork(self, parent: RolloutKey, key: RolloutKey, at: int, total_tokens: int) -> None:
@@ -231,6 +236,7 @@ class WaitingQueue:
         self._num_ended = 0
         self._tokens_seen = 0
         self.num_waiting = 0
+        self.has_changed = False  # since the last refill: another rollout may be first
 
     def offer(self, rollout: Rollout) -> None:
         """Add a rollout to its group."""
@@ -278,6 +284,7 @@ class WaitingQueue:
         group = self._alone.pop(rollout.key, None) or self._groups[rollout.size.group]
         group.waiting.remove(rollout)
         self.num_waiting -= 1
+        self.has_changed = True
 
     def grew(self, number: int, num_tokens: int) -> None:
         """A rollout of a group sampled `num_tokens` more."""
@@ -307,13 +314,15 @@ class WaitingQueue:
     def _add(self, group: WaitingGroup, rollout: Rollout) -> None:
         group.waiting.append(rollout)
         self.num_waiting += 1
-        group.rank = self._rank(group)
-        heapq.heappush(self._heap, (group.rank, group))
+        self._push(group, self._rank(group))
 
     def _rerank(self, group: WaitingGroup) -> None:
         if group.waiting and (rank := self._rank(group)) != group.rank:
-            group.rank = rank
-            heapq.heappush(self._heap, (rank, group))
+            self._push(group, rank)
+
+    def _push(self, group: WaitingGroup, rank: Rank) -> None:
+        group.rank, self.has_changed = rank, True
+        heapq.heappush(self._heap, (rank, group))
 
     def _rank(self, group: WaitingGroup) -> Rank:
         if group.is_alone:

@@ -25,51 +25,50 @@ class Placement:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
+        self.largest = max(engines, key=lambda engine: engine.longest, default=None)
         self._index = {engine.name: index for index, engine in enumerate(engines)}
         self._capacity = np.array([engine.capacity for engine in engines])
         self._block_tokens = np.array([engine.spec.block_tokens for engine in engines])
-        self._longest = np.array([engine.spec.longest for engine in engines])
-        self._reserved = np.array([engine.reserved for engine in engines])
-        self._has_free_row = np.array([engine.has_free_row for engine in engines])
-        self._closed = np.zeros(len(engines), dtype=np.bool_)
-        self._started = np.stack([engine.started for engine in engines], axis=1)  # by attempt number and engine
+        self._longest = np.array([engine.longest for engine in engines])
+        self._fill = np.array([engine.fill for engine in engines])
+        self._room = np.array([engine.room for engine in engines])
+        self.accepting = {index for index, engine in enumerate(engines) if engine.has_free_row}  # with a free row
+        self._is_open = np.ones(len(engines), dtype=np.bool_)
+        self._tokens = np.array([engine.tokens for engine in engines])
+        self._started = np.array([engine.started for engine in engines])  # by engine and attempt number
         self._holders: dict[Prompt, set[int]] = {}  # indices of the engines that hold a prompt
         for index, engine in enumerate(engines):
-            engine.started = self._started[:, index]  # a view: each engine counts its own
+            engine.tokens, engine.started = self._tokens[index], self._started[index]  # views: each engine counts its own
             for prompt in engine.prompts:
                 self._holders.setdefault(prompt, set()).add(index)
+        self.has_changed = True  # since the last refill: engines may have room for another rollout
 
     def open_all(self) -> None:
         """Let rollouts start on every engine."""
-        self._closed[:] = False
+        self._is_open[:] = True
 
     def close_for(self, size: Size) -> bool:
         """Start no more rollouts on engines that could hold one of `size`. Return whether no engine is open."""
-        needed = -(-size.total_tokens // self._block_tokens)
-        self._closed |= (needed <= self._capacity) & (size.total_tokens <= self._longest)
-        return bool(self._closed.all())
+        self._is_open &= size.total_tokens > self._longest
+        return not self._is_open.any()
 
     def best(self, rollout: Rollout, *, turn: int) -> Engine | None:
         """Return the open engine for one more rollout, or None if it fits nowhere now. `turn` breaks ties."""
         size = rollout.size
-        needed = -(-size.total_tokens // self._block_tokens)
-        is_open = self._has_free_row & ~self._closed & (size.total_tokens <= self._longest)
-        shares = np.where(is_open & (needed <= self._capacity - self._reserved), self._reserved / self._capacity, np.inf)
-        least = float(shares.min())
-        holder, holder_share = None, np.inf
-        for index in sorted(self._holders.get(size.prompt, ())):
-            engine = self._engines[index]
-            share = engine.reserved / engine.capacity
-            if is_open[index] and share < holder_share and engine.need(size) <= engine.free:
-                holder, holder_share = engine, share
-        if holder is not None and holder_share <= least + _AFFINITY:
+        fits = (self._is_open & (size.total_tokens <= self._room)).nonzero()[0]
+        fills = self._fill[fits]
+        least = fills.min(initial=np.inf)
+        holders = sorted(self.accepting.intersection(self._holders.get(size.prompt, ())))
+        sharing = [engine for index in holders if (engine := self._engines[index]).has_room(size) and self._is_open[index]]
+        holder = min(sharing, key=lambda engine: engine.fill, default=None)
+        if holder is not None and holder.fill <= least + _AFFINITY:
             return holder
-        if not np.isfinite(least):
-            return None
-        equals = np.flatnonzero(shares <= least + _EQUAL * needed / self._capacity)
-        if len(equals) > 1:
-            started = self._started[rollout.key.attempt % MAX_ATTEMPTS, equals]
-            equals = equals[started == started.min()]
+        if len(fits) < 2:
+            return self._engines[fits[0]] if len(fits) else None
+        needed = -(-size.total_tokens // self._block_tokens[fits])
+        equals = fits[fills <= least + _EQUAL * needed / self._capacity[fits]]
+        started = self._started[equals, rollout.key.attempt % MAX_ATTEMPTS]
+        equals = equals[started == started.min()]
         return self._engines[int(equals[((equals - turn) % len(self._engines)).argmin()])]
 
     def lighter(self, rollout: Rollout) -> Engine | None:
@@ -79,16 +78,13 @@ class Placement:
         than computing the context again: a small part of what is left of a long one. An engine with fewer tokens in as many
         rollouts is not lighter for long.
         """
-        size, own = rollout.size, rollout.engine
+        own = rollout.engine
         assert own is not None
-        needed = -(-size.total_tokens // self._block_tokens)
-        fits = self._has_free_row & (size.total_tokens <= self._longest) & (needed <= self._capacity - self._reserved)
-        if not fits.any():
+        if not self.accepting or not len(fits := (rollout.size.total_tokens <= self._room).nonzero()[0]):
             return None
-        tokens = np.array([engine.tokens for engine in self._engines])
-        lightest = self._engines[int(np.where(fits, tokens, np.inf).argmin())]
+        lightest = self._engines[fits[self._tokens[fits].argmin()]]
         has_fewer = len(lightest.holdings) + 1 <= _LIGHTER * len(own.holdings)
-        return lightest if has_fewer and lightest.tokens + rollout.context_tokens < _LIGHTER * own.tokens else None
+        return lightest if has_fewer and lightest.tokens[0] + rollout.context_tokens < _LIGHTER * own.tokens[0] else None
 
     def least_started(self, engine: Engine, group: WaitingGroup) -> Rollout:
         """Return the one of the group's equals whose attempt number `engine` has started least."""
@@ -100,8 +96,13 @@ class Placement:
 
     def update(self, engine: Engine, prompt: Prompt) -> None:
         """The reservations of `engine` have changed, possibly also whether it holds `prompt`."""
+        self.has_changed = True
         index = self._index[engine.name]
-        self._reserved[index], self._has_free_row[index] = engine.reserved, engine.has_free_row
+        self._fill[index], self._room[index] = engine.fill, engine.room
+        if engine.has_free_row:
+            self.accepting.add(index)
+        else:
+            self.accepting.discard(index)
         holders = self._holders.setdefault(prompt, set())
         if prompt in engine.prompts:
             holders.add(index)

@@ -118,8 +118,8 @@ class EngineUsage:
     kv_share: StepFunction = field(default_factory=StepFunction)  # of its KV memory that is reserved; may exceed 1
 
     def record(self, now_s: float, rows: int, kv_share: float) -> None:
-        self.rows.set(now_s, rows)
-        self.kv_share.set(now_s, kv_share)
+        self.rows.changes.append((now_s, rows))  # not by `set`: it happens at nearly every event
+        self.kv_share.changes.append((now_s, kv_share))
 
     def since(self, start_s: float) -> EngineUsage:
         """The same with `start_s` as time 0."""

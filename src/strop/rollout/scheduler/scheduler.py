@@ -24,9 +24,9 @@ finished turns and pieces; another engine samples the lost one again from the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Concatenate, Literal, ParamSpec, TypeAlias
 
 from pydantic import Field
@@ -134,7 +134,6 @@ class Scheduler:
         self.queue_length = StepFunction()
         self._queue = WaitingQueue(is_longest_first=config.order == "longest_first")
         self._engines: dict[str, Engine] = {}  # that are present
-        self._placement: Placement | None = None  # None: there is at most one engine
         self._rollouts: dict[RolloutKey, Rollout] = {}
         self._actions: list[Action] = []
         self._now_s = 0.0
@@ -249,7 +248,7 @@ class Scheduler:
         found = self._find(parent)
         branch = self._rollouts[key] = Rollout(
             key=key,
-            size=replace(found.size, total_tokens=found.context_tokens + max_tokens),
+            size=found.size._replace(total_tokens=found.context_tokens + max_tokens),
             context_tokens=found.context_tokens,
             is_branch=True,
             offered_s=self._now_s,
@@ -313,8 +312,8 @@ class Scheduler:
             self._queue.offer_first(branch)
             return
         engine.fork(parent.key, branch.key, at, total)
-        engine.tokens += branch.context_tokens
-        self._update(engine, parent.size)
+        engine.tokens[0] += branch.context_tokens
+        self._placement.update(engine, parent.size.prompt)
         branch.engine = engine
         self._run(branch, RunReason.BRANCH)
 
@@ -352,40 +351,32 @@ class Scheduler:
 
     def _refill(self) -> None:
         """Start waiting rollouts in order. A rollout overtakes another only on an engine that could never hold the other."""
-        if not self._queue.num_waiting or not self._engines:
+        queue = self._queue
+        if not queue.num_waiting or not (queue.has_changed or self._placement.has_changed):
             return
-        if self._placement is not None:
-            self._placement.open_all()
+        placement = self._placement
+        placement.open_all()
         skipped: list[WaitingGroup] = []
-        while (group := self._queue.first(skipped=skipped)) is not None:
+        while placement.accepting and (group := queue.first(skipped=skipped)) is not None:
             first = group.waiting[0]
             engine = self._best_engine(first, turn=group.number)
             if engine is not None:
                 self._start(group, engine)
-            elif self._is_blocked(first.size) or len(skipped) == _MAX_SKIPPED:
+            elif placement.close_for(first.size) or len(skipped) == _MAX_SKIPPED:
                 break
             else:
                 skipped.append(group)
+        queue.has_changed = placement.has_changed = False
 
     # Engines.
 
     def _best_engine(self, rollout: Rollout, *, turn: int) -> Engine | None:
         if rollout.holder is not None and (engine := rollout.holder.engine) is not None and engine.has_room(rollout.size):
             return engine
-        if self._placement is not None:
-            return self._placement.best(rollout, turn=turn)
-        [engine] = self._engines.values()
-        return engine if engine.has_room(rollout.size) else None
-
-    def _is_blocked(self, size: Size) -> bool:
-        """Whether every engine now waits for room, also for a rollout of `size`."""
-        if self._placement is not None:
-            return self._placement.close_for(size)
-        [engine] = self._engines.values()
-        return engine.can_hold(size)
+        return self._placement.best(rollout, turn=turn)
 
     def _start(self, group: WaitingGroup, engine: Engine) -> None:
-        rollout = group.waiting[0] if self._placement is None else self._placement.least_started(engine, group)
+        rollout = group.waiting[0] if len(self._engines) == 1 else self._placement.least_started(engine, group)
         self._queue.take(group, rollout)
         num_known = self._enter(rollout, engine)
         if rollout.is_branch and not rollout.num_runs:
@@ -399,7 +390,7 @@ class Scheduler:
     def _lighter_engine(self, rollout: Rollout) -> Engine | None:
         """The engine to which a rollout moves, if that is worth it. One that branches wait for stays: they share its memory."""
         assert rollout.engine is not None
-        if self._placement is None or rollout.branches or rollout.engine.spec.keeps_rollouts:
+        if rollout.branches or rollout.engine.spec.keeps_rollouts:
             return None
         return self._placement.lighter(rollout)
 
@@ -407,8 +398,8 @@ class Scheduler:
         """Reserve memory on an engine that has room. Return the tokens that it computes though another engine did before."""
         cached = rollout.size.prompt_tokens if rollout.size.prompt in engine.prompts else 0
         engine.reserve(rollout.key, rollout.size)
-        engine.tokens += rollout.context_tokens
-        self._update(engine, rollout.size)
+        engine.tokens[0] += rollout.context_tokens
+        self._placement.update(engine, rollout.size.prompt)
         rollout.engine = engine
         return max(0, rollout.known_tokens - cached)
 
@@ -416,8 +407,8 @@ class Scheduler:
         """Free what the rollout holds of its engine, if it has one."""
         if (engine := rollout.engine) is not None:
             engine.release(rollout.key)
-            engine.tokens -= rollout.context_tokens
-            self._update(engine, rollout.size)
+            engine.tokens[0] -= rollout.context_tokens
+            self._placement.update(engine, rollout.size.prompt)
             self._record_usage(engine)
             self._actions.append(Release(key=rollout.key, engine=engine.name))
 
@@ -428,11 +419,11 @@ class Scheduler:
     def _add_engine(self, spec: EngineSpec) -> None:
         engine = Engine(spec, oversubscription=self.config.oversubscription, joined_s=self._now_s)
         self._engines[engine.name], self.usage[engine.name] = engine, engine.usage
-        self._place()
+        vars(self).pop("_placement", None)
 
     def _lose_engine(self, name: str) -> None:
         engine = self._engines.pop(name)
-        self._place()
+        vars(self).pop("_placement", None)
         engine.reserved, engine.usage.left_s = 0, self._now_s
         for rollout in [self._find(key) for key in engine.holdings]:
             if rollout.phase is Phase.RUNNING:
@@ -441,14 +432,10 @@ class Scheduler:
                 self._restart(rollout)
             rollout.engine = None
 
-    def _place(self) -> None:
-        """Engines have joined or left."""
-        self._placement = Placement(list(self._engines.values())) if len(self._engines) > 1 else None
-
-    def _update(self, engine: Engine, size: Size) -> None:
-        """The reservations of `engine` have changed."""
-        if self._placement is not None:
-            self._placement.update(engine, size.prompt)
+    @cached_property
+    def _placement(self) -> Placement:
+        """The present engines. Made when it is first needed after one joined or left: hundreds may join at once."""
+        return Placement(list(self._engines.values()))
 
     def _record_queue(self) -> None:
         if not self.queue_length.changes or self.queue_length.changes[-1][1] != self._queue.num_waiting:
@@ -481,7 +468,7 @@ class Scheduler:
     def _longest_run(self, rollout: Rollout) -> int:
         """Tokens of the next completion at most."""
         assert rollout.engine is not None
-        is_whole = self._placement is None or rollout.engine.spec.keeps_rollouts
+        is_whole = len(self._engines) == 1 or rollout.engine.spec.keeps_rollouts
         return rollout.max_tokens if is_whole else min(rollout.max_tokens, _PIECE_TOKENS)
 
     def _answered(self, key: RolloutKey, run: int, num_tokens: int, recomputed_tokens: int) -> Rollout | None:
@@ -508,7 +495,7 @@ class Scheduler:
     def _grow(self, rollout: Rollout, num_tokens: int) -> None:
         rollout.context_tokens += num_tokens
         if rollout.engine is not None:
-            rollout.engine.tokens += num_tokens
+            rollout.engine.tokens[0] += num_tokens
 
     def _find(self, key: RolloutKey) -> Rollout:
         if key not in self._rollouts:
@@ -517,7 +504,7 @@ class Scheduler:
 
     def _check_fits(self, key: RolloutKey, prompt_tokens: int, max_tokens: int) -> None:
         """Check that an otherwise empty engine can hold the rollout at its longest."""
-        largest = max((engine.spec for engine in self._engines.values()), key=lambda spec: spec.longest, default=None)
+        largest = self._placement.largest
         if largest is None:
             raise StropError("a rollout was offered, but there is no engine to run it.")
         if prompt_tokens + max_tokens > largest.longest:
