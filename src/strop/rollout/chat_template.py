@@ -20,7 +20,7 @@ from strop.errors import ModelError
 _LARGEST_MARK = 0xF8FF  # marks are drawn from the private use area, U+E000 to U+F8FF
 _REMEMBERED = 64  # last renderings and encodings: rollouts of a group begin alike, and tools often answer alike
 _LONGEST_REMEMBERED = 2**16  # characters
-_WRAPPER = ("<tool_response>\n", "\n</tool_response>")  # rStar2-Agent (arXiv 2508.20722), section 2.1
+WRAPPER = ("<tool_response>\n", "\n</tool_response>")  # rStar2-Agent (arXiv 2508.20722), section 2.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class ChatFormat:
         responses: Sequence[str],
         *,
         completion_ended: bool,
-        wrapper: tuple[str, str] = _WRAPPER,
+        wrapper: tuple[str, str] = WRAPPER,
         continues_turn: bool = False,
         prefill: str = "",
     ) -> tuple[int, ...]:
@@ -126,6 +126,10 @@ class ChatFormat:
         """The text of `ids`, special tokens included: a view for people and for parsers, never encoded again."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def completion_text(self, ids: Sequence[int]) -> str:
+        """The text of a completion, without the id that ended its turn."""
+        return self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def num_tokens(self, text: str) -> int:
         """How many tokens `text` takes as a tool response."""

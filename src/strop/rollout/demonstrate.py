@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import EnvironmentFactory
 from strop.rollout.prompt import AnswerForm, Prompt
-from strop.rollout.tool_calls import CLOSING, OPENING, CallFormat, FailedCall, parse_tool_calls
+from strop.rollout.tool_calls import CLOSING, OPENING, Call, CallFormat, FailedCall, ParsedCall, parse_tool_calls
 from strop.tasks.readers import Unreadable
 from strop.types import Completion, RolloutKey, StopReason, Task, Trajectory, Turn
 
@@ -20,9 +20,7 @@ _MAX_CALLS = 1000  # of a turn: what a demonstrator wrote is not limited
 
 def retold(text: str, calls: CallFormat) -> tuple[str, int]:
     """`text` with its JSON calls in the form of `calls`, and how many there are. Raises `Unreadable`."""
-    found = parse_tool_calls(text, max_calls=_MAX_CALLS)
-    if failed := next((call for call in found if isinstance(call, FailedCall)), None):
-        raise Unreadable(f"a call cannot be read: {failed.text}")
+    found = _readable(parse_tool_calls(text, max_calls=_MAX_CALLS))
     if not calls.continues_turn:
         return text, len(found)
     if not found:
@@ -32,7 +30,6 @@ def retold(text: str, calls: CallFormat) -> tuple[str, int]:
         raise Unreadable(_GOES_ON)
     [call] = found
     try:
-        assert not isinstance(call, FailedCall)  # seen above
         return text[:start] + calls.write(call.name, call.arguments), 1
     except ValueError as error:
         raise Unreadable(str(error)) from error
@@ -66,12 +63,18 @@ def said_ids(text: str, chat: ChatFormat, calls: CallFormat) -> tuple[int, ...]:
 
 def _num_own(text: str, calls: CallFormat) -> int:
     """Calls that are in the form of `calls` already; one at most. Raises `Unreadable`."""
-    found = calls.parse(text, max_calls=1)
-    if failed := next((call for call in found if isinstance(call, FailedCall)), None):
-        raise Unreadable(f"a call cannot be read: {failed.text}")
+    found = _readable(calls.parse(text, max_calls=1))
     if found and not text.rstrip().endswith(calls.stop_strings):
         raise Unreadable(_GOES_ON)
     return len(found)
+
+
+def _readable(calls: Sequence[Call]) -> list[ParsedCall]:
+    """`calls`, if all of them can be tried. Raises `Unreadable`."""
+    for call in calls:
+        if isinstance(call, FailedCall):
+            raise Unreadable(f"a call cannot be read: {call.text}")
+    return [call for call in calls if isinstance(call, ParsedCall)]
 
 
 async def demonstrate(

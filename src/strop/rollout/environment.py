@@ -210,7 +210,7 @@ class ToolEnvironment:
                 for others (`strop.deadline`) is not counted.
         """
         self._num_turns += 1
-        text = self._text_of(completion)
+        text = self._chat.completion_text(completion.ids)
         calls = self._format.parse(text, max_calls=self._limits.max_calls_per_turn)
         if completion.finish_reason is FinishReason.LENGTH and not self._format.has_closed_call(text):
             return ended(text, (), StopReason.LENGTH)
@@ -237,10 +237,6 @@ class ToolEnvironment:
     async def close(self) -> None:
         for tool in self._tools.values():
             await tool.close()
-
-    def _text_of(self, completion: Completion) -> str:
-        ids = completion.ids
-        return self._chat.decode(ids[:-1] if ids and ids[-1] in self._chat.stop_ids else ids)
 
     def _observation_ids(self, completion: Completion, responses: Sequence[str]) -> tuple[int, ...]:
         has_ended = completion.ids[-1:] == (self._chat.end_of_turn_id,)

@@ -83,7 +83,7 @@ class TextRollout:
         """Answer a completion. Raises `ConfigError` if the user's `step` raises or returns something else."""
         self._num_turns += 1
         chat, ids = self._shared.chat, completion.ids
-        reply = chat.decode(ids[:-1] if ids and ids[-1] in chat.stop_ids else ids)
+        reply = chat.completion_text(ids)
         if completion.finish_reason is FinishReason.LENGTH:
             return ended(reply, (), StopReason.LENGTH)
         step, what = self._environment.step, f"{self._name}.step"

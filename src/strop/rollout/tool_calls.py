@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.exceptions import UnknownType
 from jsonschema.validators import extend
 
+from strop.rollout.chat_template import WRAPPER
 from strop.tools.protocol import ToolSpec
 from strop.types import ToolOutcome
 
@@ -282,7 +283,7 @@ class JsonCalls:
     """Implements `CallFormat` for JSON objects."""
 
     stop_strings: tuple[str, ...] = ()
-    wrapper = ("<tool_response>\n", "\n</tool_response>")  # rStar2-Agent (arXiv 2508.20722), section 2.1
+    wrapper = WRAPPER
     continues_turn = False
 
     def parse(self, text: str, *, max_calls: int) -> list[Call]:

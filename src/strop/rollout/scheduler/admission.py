@@ -121,10 +121,6 @@ class Engine:
         """Tokens of the longest rollout that can start now and shares nothing; -1 if none can."""
         return min(self.free * self.spec.block_tokens, self.longest) if self.has_free_row else -1
 
-    def can_hold(self, size: Size) -> bool:
-        """Whether the engine can hold a rollout of `size` when it holds nothing else."""
-        return size.total_tokens <= self.longest
-
     def has_room(self, size: Size) -> bool:
         """Whether a rollout of `size` can start now, with a prompt that is there shared."""
         shared = self.prompts.get(size.prompt)

@@ -151,8 +151,8 @@ class Scheduler:
     @property
     def stranded(self) -> tuple[RolloutKey, ...]:
         """Waiting rollouts that none of the present engines can ever hold."""
-        engines = self._engines.values()
-        return tuple(each.key for each in self._queue.waiting() if not any(engine.can_hold(each.size) for engine in engines))
+        longest = max((engine.longest for engine in self._engines.values()), default=0)
+        return tuple(each.key for each in self._queue.waiting() if each.size.total_tokens > longest)
 
     def is_crowded(self, engine: str) -> bool:
         """Whether an engine was given more than it holds, so that conversations cannot keep their memory between turns."""
