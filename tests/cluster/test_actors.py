@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster.actors import Actors
+from strop.cluster.actors import ActorGroup
 from strop.errors import ActorsLost
 
 
@@ -25,10 +25,10 @@ class Sleeper:
 @pytest.mark.slow  # starts Ray
 def test_law_7_a_process_that_hangs_is_named_when_its_time_is_over(monkeypatch):
     monkeypatch.setattr("strop.cluster.actors._GRACE_S", 2.0)
-    actors = Actors(2, what="the test", key="the test", timeout_s=60.0)
+    actors = ActorGroup(2, what="the test", key="the test", timeout_s=60.0)
     try:
         actors.make(Sleeper, [(0,), (1,)])
-        pids = list(actors.pids)
+        pids = [each.pid for each in actors.processes]
         assert os.getpid() not in pids
         actors._timeout_s = 1.0
         with pytest.raises(ActorsLost, match=r"^rank 1 of 2 of the test \(process \d+\) gave no answer to wait"):

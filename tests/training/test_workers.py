@@ -390,7 +390,7 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory, make_batch):
     trainer = Trainer.from_directory(model_directory, config_of(2))
-    processes = [psutil.Process(pid) for pid in trainer.learner._actors.pids]
+    processes = [psutil.Process(each.pid) for each in trainer.learner._actors.processes]
     processes[1].kill()
 
     async def scenario():
@@ -406,7 +406,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory,
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_within_seconds(model_directory, make_batch):
     trainer = Trainer.from_directory(model_directory, config_of(2))
-    os.kill(trainer.learner._actors.pids[1], signal.SIGSTOP)
+    os.kill(trainer.learner._actors.processes[1].pid, signal.SIGSTOP)
 
     async def scenario():
         with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* was stopped during update"):
@@ -422,7 +422,7 @@ import time
 from pathlib import Path
 from strop.training import TrainerConfig, Trainer
 trainer = Trainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
-print(*trainer.learner._actors.pids, flush=True)
+print(*(each.pid for each in trainer.learner._actors.processes), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

@@ -1,107 +1,284 @@
-"""Several processes that make each call together, started by Ray on the nodes of a cluster."""
+"""Processes that Ray starts, as their caller sees them: an `Actor`, whose calls overlap, and an `ActorGroup`, called as one."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import pickle
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from strop.cluster.connection import LOGS, enter, first_line, leave
+from strop.cluster.actor_process import THREADS, AsyncHost, Fault, Host, end_processes, not_running, state_of
+from strop.cluster.connection import LOGS, Connection, enter, first_line, leave
 from strop.cluster.placement import Node
-from strop.errors import ActorsLost, StropError
-from strop.user_code import blame
+from strop.errors import ActorsLost
 
+_PING_S = 0.8
+_SILENT_PINGS = 4  # in a row: then a process is lost
+_OPEN_S = 600.0  # to start a process and make its object
+_MAX_MESSAGES = 1_000  # to an actor at the same time; pings are among them
+_STATES = {
+    "T": " (it was stopped by a signal)",
+    "t": " (a debugger holds it)",
+    "D": " (it waits for a disk or a device)",
+    "cut": " (its node is silent as well)",
+}
 _GRACE_S = 10.0  # for the other processes, when one has reported a fault or shall end
 _LOOK_S = 1.0  # between two looks whether all are running
-_KILL_S = 2.0  # until a process that Ray is to end is killed
 _TAIL_CHARS = 2_000  # of a log, in a message
-_NOT_RUNNING = {"T": "was stopped", "t": "was stopped", "Z": "ended", "X": "ended", "": "ended"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """What went wrong in a call, instead of its result."""
+class _Process:
+    """A process on a node, with one object in it, and how messages name it."""
 
-    error: Exception | None  # where it can be raised elsewhere as it is
-    text: str
+    def __init__(self, connection: Connection, node: Node, what: str, log: Path, gpus: float) -> None:
+        self.pid = 0
+        self.connection, self.node, self.what, self.log, self.gpus = connection, node, what, log, gpus
+        self.host: Any = None
 
+    def launch(self, kind: type[Host], *arguments: Any, **options: Any) -> None:
+        actor = self.connection.ray.remote(kind).options(**self.connection.options(self.node, self.gpus), **options)
+        path = [entry or os.getcwd() for entry in sys.path]  # what is called may be of any module
+        self.host = actor.remote(path, self.log, *arguments)
 
-class Host:
-    """One object in a process of its own."""
+    @property
+    def title(self) -> str:
+        place = "" if self.elsewhere is None else f" on {self.node}"
+        return f"{self.what} (process {self.pid}{place})"
 
-    def __init__(self, path: Sequence[str], log: Path) -> None:
-        """Look for modules in `path`, and print into the file `log`."""
-        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]  # nodes may have theirs elsewhere
-        with log.open("ab") as output:
-            for stream in (1, 2):
-                os.dup2(output.fileno(), stream)
-        self._held: Any = None
+    @property
+    def elsewhere(self) -> Node | None:
+        """The node; None is this machine."""
+        return None if self.connection.is_here(self.node) else self.node
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def make(self, message: bytes) -> bytes:
-        """Make the object: `message` is what makes it, and its arguments."""
-
-        def make() -> None:
-            kind, arguments = pickle.loads(message)
-            self._held = kind(*arguments)
-
-        return attempt(make)
-
-    def call(self, message: bytes) -> bytes:
-        def call() -> Any:
-            name, arguments = pickle.loads(message)
-            return self._held(name, *arguments)
-
-        return attempt(call)
+    @property
+    def end_of_log(self) -> str:
+        end = self.log.read_text(errors="replace")[-_TAIL_CHARS:].strip()
+        return f"Its log ends:\n{end or '(it is empty)'}"
 
 
-def attempt(call: Callable[[], Any]) -> bytes:
-    try:
-        return pickle.dumps(call())
-    except Exception as raised:  # noqa: BLE001 - the caller raises it
-        return fault_of(raised)
+def _end(processes: Sequence[_Process]) -> None:
+    """Kill processes, wait for those whose nodes answer, and let Ray go."""
+    for each in processes:
+        with contextlib.suppress(Exception):  # Ray may have ended
+            each.connection.ray.kill(each.host)
+    for node, here in _started(processes).items():
+        with contextlib.suppress(ActorsLost):  # the node is gone
+            here[0].connection.run(node, end_processes, [each.pid for each in here])
+    leave()
 
 
-def fault_of(raised: Exception) -> bytes:
-    traceback.print_exception(raised)
-    error = blame(raised) or raised
-    is_plain = isinstance(error, StropError | ValueError) and _can_be_sent(error)
-    return pickle.dumps(Fault(error=error if is_plain else None, text=f"{type(error).__name__}: {error}"))
+def _started(processes: Sequence[_Process]) -> dict[Node, list[_Process]]:
+    """Return the processes that have started, by node."""
+    found: dict[Node, list[_Process]] = {}
+    for each in processes:
+        if each.pid:
+            found.setdefault(each.node, []).append(each)
+    return found
 
 
-def _can_be_sent(error: Exception) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - an exception may do anything when it is copied
-        return False
-    return True
+class Actor(_Process):
+    """One object in a process of its own, whose methods are coroutines. Many calls run at the same time.
+
+    Ray starts the process and ends it with this one, however it ends. When it dies or is silent, it is ended, and every call
+    raises `ActorsLost`, which names it.
+    """
+
+    def __init__(self, connection: Connection, node: Node, what: str, log: Path, gpus: float) -> None:
+        """Of a process that is not there yet; `start` is what others call."""
+        super().__init__(connection, node, what, log, gpus)
+        self._has_answered = True  # since the last ping
+        self._numbers, self._turns = itertools.count(), itertools.count()
+        self._outbox: list[tuple[int, bytes | None]] = []
+        self._answers: dict[int, asyncio.Future[bytes | None]] = {}
+        self._is_open = False  # whether it has made its object
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+        self._tasks: list[asyncio.Task[None]] = []  # the pings, the results, and the end
+
+    @classmethod
+    async def start(
+        cls,
+        kind: Callable[..., Awaitable[Any]],
+        *arguments: Any,
+        what: str,
+        key: str,
+        log: Path,
+        environment: Mapping[str, str],
+        node: Node | None = None,
+        gpus: float = 0.0,
+    ) -> Self:
+        """The object that `await kind(*arguments)` returns, in a process of its own.
+
+        Args:
+            what: the process in words, for messages.
+            key: of the recipe, that asks for it.
+            log: what the process prints is appended here.
+            environment: variables that are added to the process's environment.
+            node: None is this machine.
+            gpus: that Ray gives the process, which sees no others. 0: it sees those of the machine.
+
+        Raises what `kind` raises, and:
+            UserError: Ray is not installed.
+            ActorsLost: the process did not start.
+        """
+        connection = await asyncio.to_thread(enter, key)
+        node = node or connection.here()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        threads = {name: os.environ[name] for name in (THREADS,) if name in os.environ}
+        actor = cls(connection, node, what, log, gpus)
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                await asyncio.to_thread(connection.reach, node)
+                actor.launch(AsyncHost, {**threads, **environment}, max_concurrency=_MAX_MESSAGES)
+                actor._tasks.append(asyncio.create_task(actor._watch()))
+                actor.pid = await actor._answer("start", actor.host.pid.remote())
+                actor._result("start", await actor._answer("start", actor.host.open.remote(pickle.dumps((kind, arguments)))))
+                actor._is_open = True
+                actor._tasks.append(asyncio.create_task(actor._fetch()))
+        except TimeoutError as error:
+            raise actor.lose(f"did not start within {_OPEN_S:g} s") from error
+        except BaseException:
+            await actor.close()
+            raise
+        return actor
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was neither lost nor closed."""
+        return not self._lost.done()
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """Return the result of the object's method. It is cancelled with this call.
+
+        Raises what the method raises, and:
+            ActorsLost: the process is gone, or failed in another way than by an error of strop.
+        """
+        number = self._begin(name, arguments)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._send(number, None)
+            raise
+        finally:
+            del self._answers[number]
+        if not answer.done():
+            raise ActorsLost(self._lost.result())
+        return self._result(name, answer.result())
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Begin a call whose result does not matter, unless the process is lost."""
+        self._begin(name, arguments)
+
+    async def wait_lost(self) -> None:
+        """Return when it is lost or closed."""
+        await asyncio.wait({self._lost})
+
+    def lose(self, why: str, *, is_closed: bool = False) -> ActorsLost:
+        """End the process and every call. Return the error for the caller."""
+        if not self._lost.done():
+            self._lost.set_result(f"{self.title} {why}. {self.end_of_log}")
+            for task in self._tasks:
+                task.cancel()
+            self._tasks.append(asyncio.create_task(asyncio.to_thread(_end, [self])))
+            if not is_closed:
+                self.connection.note("process_lost", process=self.what, node=str(self.node), reason=why)
+        return ActorsLost(self._lost.result())
+
+    async def close(self) -> None:
+        """Return when the process has ended. May be called twice."""
+        self.lose("was closed", is_closed=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, name: str, arguments: tuple[Any, ...]) -> int:
+        message, number = pickle.dumps((name, arguments)), next(self._numbers)
+        self._send(number, message)
+        return number
+
+    def _send(self, number: int, message: bytes | None) -> None:
+        """Send a call with all others of this turn of the event loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((number, message))
+
+    def _flush(self) -> None:
+        calls, self._outbox = self._outbox, []
+        if not self._lost.done():
+            self.host.begin.remote(next(self._turns), calls)
+
+    async def _fetch(self) -> None:
+        with contextlib.suppress(ActorsLost):
+            while True:
+                for number, result in await self._answer("its calls", self.host.results.remote()):
+                    if (answer := self._answers.get(number)) is not None and not answer.done():
+                        answer.set_result(result)
+
+    def _result(self, call: str, answer: bytes | None) -> Any:
+        if answer is None:
+            raise asyncio.CancelledError  # by another call
+        if isinstance(result := pickle.loads(answer), Fault):
+            raise result.error or self.lose(f"broke during {call}: {result.text}")
+        return result
+
+    async def _answer(self, call: str, ref: Any) -> Any:
+        answer = asyncio.wrap_future(ref.future())
+        try:
+            await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._lost.done():
+                raise ActorsLost(self._lost.result())
+            result = answer.result()
+        except self.connection.ray.exceptions.RayError as error:
+            raise self.lose(f"ended during {call}: {first_line(error)}") from error
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # read, so that asyncio does not log it
+        self._has_answered = True
+        return result
+
+    async def _watch(self) -> None:
+        """Pings are counted, not timed: when this process itself was held up, the other is not to blame."""
+        num_silent, of_node = 0, None
+        while True:
+            self._has_answered = False
+            ping = asyncio.ensure_future(self._answer("a ping", self.host.pid.remote()))
+            ping.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.sleep(_PING_S)
+            num_silent = 0 if self._has_answered else num_silent + 1
+            if num_silent == 1 and self.elsewhere is not None:
+                of_node = self.connection.start(self.node, state_of, self.pid)
+            if num_silent < _SILENT_PINGS:
+                continue
+            try:
+                state = state_of(self.pid) if of_node is None else self.connection.wait(self.node, of_node, 0.0)
+            except ActorsLost as error:  # its node had the time of the other pings
+                self.connection.set_aside(self.node, str(error))
+                state = "cut"
+            if self._is_open or state in ("T", "t", "cut"):
+                break
+            num_silent = 0  # it makes its object, and may answer nothing meanwhile
+        why = _STATES.get(state, "")
+        self.lose(f"hangs: it answered none of {num_silent} pings, one every {_PING_S:g} s{why}")
 
 
-class Actors:
+class ActorGroup:
     """`num` processes that hold an object each. A call is made on all of them; its result is that of the first.
 
     Ray starts the processes and ends them with this one, however it ends. When one of them dies, hangs or breaks, all are
     ended and every call raises `ActorsLost`, which names it.
 
     Args:
-        what: the processes in words, for messages.
-        key: of the recipe, that asks for them.
+        what, key, gpus: as of `Actor.start`.
         timeout_s: of one call.
         nodes: of each process; this machine when not given.
-        gpus: that Ray gives each process, which sees no others. 0: it sees those of the machine.
 
     Raises:
         UserError: Ray is not installed.
@@ -111,27 +288,24 @@ class Actors:
     def __init__(
         self, num: int, *, what: str, key: str, timeout_s: float, nodes: Sequence[Node] = (), gpus: float = 0.0
     ) -> None:
-        self._connection = enter(key)
-        self._ray = self._connection.ray
-        self._is_open = True
+        self._connection = connection = enter(key)
+        self._ray = connection.ray
         self._what, self._timeout_s = what, timeout_s
-        self.nodes = list(nodes) or [self._connection.here()] * num
-        self._lost = ""
-        self._silent: Node | None = None
-        self._lock = threading.RLock()  # `close` is also called within a call
-        self._ended = threading.Event()
-        self._logs = Path(tempfile.mkdtemp(prefix="strop-actors-", dir=self._connection.directory))
-        host = self._ray.remote(Host)
-        self.pids: list[int] = []
-        self._actors: list[Any] = []
+        self._is_open, self._lost = True, ""
+        self._lock, self._ended = threading.RLock(), threading.Event()  # `close` is also called within a call
+        self._logs = Path(tempfile.mkdtemp(prefix="strop-actors-", dir=connection.directory))
+        self.processes = [
+            _Process(connection, node, f"rank {rank} of {num} of {what}", self._logs / f"rank-{rank}.log", gpus)
+            for rank, node in enumerate(nodes or [connection.here()] * num)
+        ]
         try:
-            for node in set(self.nodes):
-                self._connection.reach(node)
-            for number, node in enumerate(self.nodes):
-                self._actors.append(
-                    host.options(**self._connection.options(node, gpus)).remote(import_path(), self._log(number))
-                )
-            self.pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout_s)
+            for node in {each.node for each in self.processes}:
+                connection.reach(node)
+            for each in self.processes:
+                each.launch(Host)
+            pids = self._ray.get([each.host.pid.remote() for each in self.processes], timeout=timeout_s)
+            for each, pid in zip(self.processes, pids, strict=True):
+                each.pid = pid
             threading.Thread(target=self._watch, daemon=True).start()
         except self._ray.exceptions.RayError as error:
             self.close()
@@ -145,7 +319,7 @@ class Actors:
 
         Raises what all of them raise, and `ActorsLost`.
         """
-        self._on_all("start", [pickle.dumps((kind, arguments)) for arguments in arguments_of], is_start=True)
+        self._on_all("start", [pickle.dumps((kind, arguments)) for arguments in arguments_of], method="make")
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Return the first process's result when all have answered.
@@ -161,42 +335,28 @@ class Actors:
                 f"{name}: {error}: this cannot be sent to {self._what}'s processes. Pass functions of a module, or methods of a"
                 " value that can be pickled; no lambda and no local function."
             ) from error
-        return self._on_all(name, [message] * len(self._actors))
-
-    def nodes_elsewhere(self) -> list[Node | None]:
-        """Return the node of each process; None is this machine."""
-        return [None if self._connection.is_here(node) else node for node in self.nodes]
+        return self._on_all(name, [message] * len(self.processes))
 
     def close(self) -> None:
         """End all processes, after the running call or a short time, and Ray with the last of them. Safe to call twice."""
         self._ended.set()
         is_idle = self._lock.acquire(timeout=_GRACE_S)
         try:
-            for actor in self._actors:
-                with contextlib.suppress(Exception):  # Ray may have ended
-                    self._ray.kill(actor)
-            for node, pids in self._pids_by_node().items():
-                if node != self._silent:
-                    with contextlib.suppress(ActorsLost):  # the node is gone
-                        self._connection.run(node, end_processes, pids)
-            self._actors, self.pids = [], []
-            shutil.rmtree(self._logs, ignore_errors=True)
-            self._lost = self._lost or f"{self._what} is closed"
             if self._is_open:
-                self._is_open = False
-                leave()
+                self._is_open, self._lost = False, self._lost or f"{self._what} is closed"
+                _end(self.processes)
+                shutil.rmtree(self._logs, ignore_errors=True)
         finally:
             if is_idle:
                 self._lock.release()
 
-    def _on_all(self, call: str, messages: Sequence[bytes], *, is_start: bool = False) -> Any:
+    def _on_all(self, call: str, messages: Sequence[bytes], *, method: str = "call") -> Any:
         with self._lock:
             if self._lost:
                 raise ActorsLost(self._lost)
             copies = {message: self._ray.put(message) for message in messages}  # one for all processes of a machine
-            hosts = [actor.make if is_start else actor.call for actor in self._actors]
-            refs = [host.remote(copies[message]) for host, message in zip(hosts, messages, strict=True)]
-            return self._collect(call, refs)
+            processes = zip(self.processes, messages, strict=True)
+            return self._collect(call, [getattr(each.host, method).remote(copies[message]) for each, message in processes])
 
     def _collect(self, call: str, refs: list[Any]) -> Any:
         answers: dict[int, Any] = {}
@@ -214,17 +374,18 @@ class Actors:
             try:
                 answers[number] = pickle.loads(self._ray.get(ready[0]))
             except self._ray.exceptions.RayError as error:
-                raise self._lose(f"{self._name(number)} ended during {call}: {first_line(error)}", number) from error
+                lost = self.processes[number]
+                raise self._lose(f"{lost.title} ended during {call}: {first_line(error)}", lost) from error
             if isinstance(answers[number], Fault):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-        faults = {number: answer for number, answer in sorted(answers.items()) if isinstance(answer, Fault)}
-        silent = [number for number in range(len(refs)) if number not in answers]
-        if len(faults) == len(refs) and (mistake := faults[0].error) is not None:
+        faults = {self.processes[number]: answer for number, answer in sorted(answers.items()) if isinstance(answer, Fault)}
+        silent = [process for number, process in enumerate(self.processes) if number not in answers]
+        if len(faults) == len(refs) and (mistake := next(iter(faults.values())).error) is not None:
             raise mistake  # what all report is the caller's
         if silent or faults:
-            what = [f"{self._name(each)} gave no answer to {call}" for each in silent]
-            what += [f"{self._name(each)} broke during {call}: {fault.text}" for each, fault in faults.items()]
-            raise self._lose("; ".join(what), next(iter([*faults, *silent])))  # a silent one has nothing in its log
+            what = [f"{each.title} gave no answer to {call}" for each in silent]
+            what += [f"{each.title} broke during {call}: {fault.text}" for each, fault in faults.items()]
+            raise self._lose("; ".join(what), [*faults, *silent][0])  # a silent one has nothing in its log
         return answers[0]
 
     def _watch(self) -> None:
@@ -241,73 +402,18 @@ class Actors:
 
     def _check_running(self, call: str) -> None:
         """Raises `ActorsLost` for a stopped process or a silent node, which Ray does not report, or late."""
-        by_node = self._pids_by_node()
+        by_node = _started(self.processes)
         if (silent := self._connection.find_silent(list(by_node))) is not None:
-            self._silent, number = silent, self.nodes.index(silent)
-            raise self._lose(f"{self._name(number)}: its node was silent during {call}", number)
-        for node, pids in by_node.items():
-            for pid, what in self._connection.run(node, _not_running, pids).items():
-                number = self.pids.index(pid)
-                raise self._lose(f"{self._name(number)} {what} during {call}", number)
+            lost = by_node[silent][0]
+            raise self._lose(f"{lost.title}: its node was silent during {call}", lost)
+        for node, here in by_node.items():
+            states = self._connection.run(node, not_running, [each.pid for each in here])
+            for each in here:
+                if each.pid in states:
+                    raise self._lose(f"{each.title} {states[each.pid]} during {call}", each)
 
-    def _pids_by_node(self) -> dict[Node, list[int]]:
-        """Return the processes that have started, by node."""
-        found: dict[Node, list[int]] = {}
-        for node, pid in zip(self.nodes, self.pids, strict=False):
-            found.setdefault(node, []).append(pid)
-        return found
-
-    def _name(self, number: int) -> str:
-        node = self.nodes[number]
-        place = f"process {self.pids[number]}" + ("" if self._connection.is_here(node) else f" on {node}")
-        return f"rank {number} of {len(self.pids)} of {self._what} ({place})"
-
-    def _log(self, number: int) -> Path:
-        return self._logs / f"rank-{number}.log"
-
-    def _lose(self, what: str, number: int) -> ActorsLost:
-        self._lost = f"{what}. {end_of_log(self._log(number))}"
+    def _lose(self, reason: str, process: _Process) -> ActorsLost:
+        self._lost = f"{reason}. {process.end_of_log}"
         self.close()
-        self._connection.note("process_lost", process=self._what, node=str(self.nodes[number]), reason=what)
+        self._connection.note("process_lost", process=self._what, node=str(process.node), reason=reason)
         return ActorsLost(self._lost)
-
-
-def _not_running(pids: Sequence[int]) -> dict[int, str]:
-    """Return those of `pids` on this machine that have ended, or that a signal or a debugger has stopped."""
-    return {pid: _NOT_RUNNING[state] for pid in pids if (state := state_of(pid)) in _NOT_RUNNING}
-
-
-def state_of(pid: int) -> str:
-    """Return the letter of a process's state, as in /proc; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def import_path() -> list[str]:
-    """Return that of this process; what is called may be of any module."""
-    return [entry or os.getcwd() for entry in sys.path]
-
-
-def end_of_log(log: Path) -> str:
-    end = log.read_text(errors="replace")[-_TAIL_CHARS:].strip()
-    return f"Its log ends:\n{end or '(it is empty)'}"
-
-
-def end_processes(pids: Sequence[int]) -> None:
-    """Wait until processes of this machine that Ray ends have ended, and kill the others."""
-    if not _have_ended(pids, within_s=_KILL_S):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
-        _have_ended(pids, within_s=_GRACE_S)
-
-
-def _have_ended(pids: Sequence[int], *, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while left := any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.01)
-    return not left

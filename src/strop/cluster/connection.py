@@ -135,6 +135,8 @@ class Connection:
         """
         if self.is_here(node):
             return function(*arguments)
+        if node.id in self._lost:
+            raise ActorsLost(f"node {node} is not used any more")
         result: _ResultT = self.wait(node, self.start(node, function, *arguments), timeout_s)
         return result
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from strop.cluster.actor import Actor
+from strop.cluster.actors import Actor
 from strop.cluster.connection import Connection
 from strop.cluster.placement import Node, Roles
 from strop.errors import MachineError
@@ -76,8 +76,7 @@ async def open_services(
             node=node,
         )
         actors[number] = actor, node
-        url: str = await actor.call("url")
-        return url
+        return str(await actor.call("url"))
 
     async def keep(number: int, url: str) -> None:
         while True:

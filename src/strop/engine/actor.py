@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from strop.cluster.actor import Actor
+from strop.cluster.actors import Actor
 from strop.cluster.placement import Node
 from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import config_of, has_tokenizer

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from strop.cluster.actors import Actors
+from strop.cluster.actors import ActorGroup
 from strop.cluster.connection import placed
 from strop.cluster.placement import Node
 from strop.errors import ActorsLost, TrainerLost
@@ -49,7 +49,7 @@ class LearnerGroup:
         if gpus:
             config = config.model_copy(update={"device": "cuda"})  # this process need not have one
         with _as_trainer():
-            self._actors = Actors(
+            self._actors = ActorGroup(
                 config.workers,
                 what="the trainer",
                 key="trainer.workers",
@@ -57,7 +57,7 @@ class LearnerGroup:
                 nodes=nodes,
                 gpus=gpus,
             )
-        places = self._actors.nodes
+        places = [each.node for each in self._actors.processes]
         addresses = [node.address if len(set(places)) > 1 else "localhost" for node in places]
         try:
             with _as_trainer():
@@ -74,7 +74,7 @@ class LearnerGroup:
     @property
     def nodes(self) -> list[Node | None]:
         """Return the node of each rank; None is this machine."""
-        return self._actors.nodes_elsewhere()
+        return [each.elsewhere for each in self._actors.processes]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
