@@ -1,16 +1,20 @@
 """Where ranks, engines and code services go, and what is said when they cannot be placed."""
 
 import contextlib
+import os
+import pickle
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from strop.cluster.connection import Connection, _check_listens, unlike_nodes, versions
 from strop.cluster.placement import Node, Placement, Roles, place
-from strop.errors import UserError
+from strop.errors import ActorsLost, EngineLost, UserError
 from strop.pipeline.plan import roles_of
 from strop.recipe.load import load_recipe
 
@@ -25,6 +29,55 @@ def nodes(*gpus):
 
 def ids(places):
     return [node.id for node in places]
+
+
+class FakeRay:
+    """What a connection asks of Ray: nodes with so many GPUs each, of which as many are free until a test says other ones."""
+
+    class exceptions:  # noqa: N801 - Ray's name
+        class RayError(Exception):
+            pass
+
+        class RayTaskError(RayError):
+            pass
+
+    def __init__(self, *gpus):
+        self.all_gpus, self.free, self.silent = gpus, list(gpus), set()
+        state = SimpleNamespace(available_resources_per_node=lambda: {str(k): {"GPU": n} for k, n in enumerate(self.free)})
+        self._private = SimpleNamespace(state=state)
+        self.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "0")
+
+    def connect(self):
+        connection = Connection(self)
+        connection.options = lambda node: {"node": node.id}  # without Ray's own classes
+        return connection
+
+    def nodes(self):
+        keys = {"Alive": True}
+        return [
+            {"NodeID": str(k), "NodeManagerAddress": f"10.0.0.{k}", "Resources": {"GPU": n}, **keys}
+            for k, n in enumerate(self.all_gpus)
+        ]
+
+    def free_in(self, monkeypatch, *looks):
+        """Let so many GPUs of each node be free, and after each pause as many as come next."""
+        looks = list(looks)
+        self.free = looks.pop(0)
+        monkeypatch.setattr("time.sleep", lambda _: setattr(self, "free", looks.pop(0)))
+
+    def remote(self, kind):
+        return self
+
+    def options(self, *, node, max_concurrency):
+        run = SimpleNamespace(remote=lambda message: (node, message))
+        return SimpleNamespace(remote=lambda: SimpleNamespace(run=run))
+
+    def get(self, ref, timeout):
+        node, message = ref
+        if node in self.silent:
+            raise self.exceptions.RayError("timed out.")
+        function, arguments = pickle.loads(message)
+        return function(*arguments)
 
 
 def test_ranks_fill_nodes_evenly_and_engines_take_the_gpus_that_are_left():
@@ -55,15 +108,82 @@ def test_gpus_that_are_taken_are_waited_for_and_not_replaced_by_processors(monke
     keys = ["trainer.workers=4", "trainer.device=auto", "engine.own_process=true", "cluster.address=auto"]
     roles = roles_of(load_recipe(DEMO, keys), "rl", nodes(0))
     assert (roles.ranks, roles.gpus_of_rank, roles.gpus_of_engine) == (4, 1, 1)
-    connection, looks = Connection.__new__(Connection), [nodes(0), nodes(3), nodes(8)]  # without Ray
-    connection.nodes = lambda: looks.pop(0)
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    ray = FakeRay(8)
+    connection = Connection(ray)
+    ray.free_in(monkeypatch, [0], [3], [8])
     assert ids(connection.place(roles).ranks) == ["0"] * 4
-    assert not looks
-    connection.nodes = lambda: nodes(8)  # all are free: there is nothing to wait for
-    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    assert ray.free == [8]
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))  # all are free: there is nothing to wait for
     with pytest.raises(UserError, match="no node for 16 ranks"):
         connection.place(Roles(ranks=16, gpus_of_rank=1))
+
+
+def test_ranks_that_start_again_get_the_node_whose_gpus_are_free_in_a_moment(monkeypatch):
+    """On a node with 8 GPUs and one with 4: half of the ranks would find room on each before Ray knows that all have ended."""
+    ray = FakeRay(8, 4)
+    connection, roles = Connection(ray), Roles(ranks=8, gpus_of_rank=1)
+    assert ids(connection.place(roles).ranks) == ["0"] * 8
+    ray.free_in(monkeypatch, [4, 4], [7, 4], [8, 4])
+    assert ids(connection.place(roles).ranks) == ["0"] * 8
+    ray.free_in(monkeypatch, [4, 4])  # another program has taken some
+    monkeypatch.setattr("strop.cluster.connection._FREE_S", -1.0)
+    assert ids(connection.place(roles).ranks) == ["0"] * 4 + ["1"] * 4
+
+
+def test_engines_that_are_replaced_at_the_same_moment_get_gpus_of_their_own(monkeypatch):
+    """Ray counts a process some time after it was begun; a node of two engines is lost."""
+    ray = FakeRay(4, 1, 1, 1)
+    connection = Connection(ray)
+    connection.place(Roles(ranks=4, engines=2, gpus_of_rank=1, gpus_of_engine=1))
+    placed = [connection.take_engine_node()[0] for _ in range(2)]
+    assert ids(placed) == ["1", "2"]
+    connection.set_aside(placed[0], "it was cut off")
+    assert ids(connection.take_engine_node()[:1]) == ["3"]
+    connection.give_back(placed[1], 1)
+    assert ids(connection.take_engine_node()[:1]) == ["2"]
+    ray.free[3] = 0  # Ray knows of that one by now
+    monkeypatch.setattr("strop.cluster.connection._FREE_S", -1.0)
+    with pytest.raises(EngineLost, match="no node for an engine"):
+        connection.take_engine_node()
+
+
+def test_a_choice_for_an_engine_waits_for_the_one_before(monkeypatch):
+    connection, going = Connection(FakeRay(1, 1)), threading.Event()
+    connection.place(Roles())
+    connection.placement = replace(connection.placement, gpus_of_engine=1)
+    look = connection.nodes
+
+    def look_slowly():
+        found = look()
+        going.wait(0.2)  # the other one looks meanwhile
+        return found
+
+    monkeypatch.setattr(connection, "nodes", look_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: connection.take_engine_node()[0].id, range(2)))
+    assert sorted(found) == ["0", "1"]
+
+
+def test_a_node_where_nothing_starts_that_answers_for_it_is_set_aside():
+    ray = FakeRay(0, 0)
+    connection, noted = ray.connect(), []
+    connection.note = lambda event, **fields: noted.append((event, fields))
+    _, other = connection.nodes()
+    ray.silent = {other.id}
+    with pytest.raises(ActorsLost, match=r"node 10\.0\.0\.1 does not answer: timed out"):
+        connection.reach(other)
+    assert ids(connection.nodes()) == ["0"]
+    assert noted == [("node_lost", {"node": "10.0.0.1", "reason": "node 10.0.0.1 does not answer: timed out"})]
+    ray.silent = set()  # it is not asked again, though it would answer
+    with pytest.raises(ActorsLost, match=r"node 10\.0\.0\.1 is not used any more"):
+        connection.run(other, os.getpid)
+
+
+def test_a_node_that_answers_is_used():
+    connection = FakeRay(0, 0).connect()
+    for node in connection.nodes():
+        connection.reach(node)
+    assert ids(connection.nodes()) == ["0", "1"]
 
 
 def test_an_address_of_something_else_is_refused_and_one_of_ray_is_not():
@@ -140,7 +260,10 @@ def test_engines_that_sleep_share_the_gpus_of_the_ranks_node_by_node():
             "no node for 8 ranks of the trainer.*2 nodes: 10.0.0.0 with 8 GPUs, 8",
         ),
         (Roles(ranks=3, trainer_nodes=2), "cluster.trainer_nodes is 2, which does not divide trainer.workers = 3"),
-        (Roles(sandboxes=3), "no node for a code service"),
+        (
+            Roles(sandboxes=3),
+            r"^cluster\.sandbox_nodes is 3, .* of the cluster: 2 \(10\.0\.0\.0, 10\.0\.0\.1\)\. Add nodes, or lower .* 2\.$",
+        ),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_numbers(roles, says):

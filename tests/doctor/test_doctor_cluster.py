@@ -106,5 +106,9 @@ def test_a_port_that_is_closed_in_one_direction_is_named(examine):
 def test_what_cannot_be_placed_is_one_problem(examine):
     found, num = examine(Reporting(), "cluster.sandbox_nodes=4")
     assert num == 1
-    assert "The cluster has no node for a code service" in found["placement"].detail
+    assert (
+        found["placement"].detail
+        == "cluster.sandbox_nodes is 4, which is more than the nodes of the cluster: 3 (one, two, three)."
+    )
+    assert found["placement"].remedy == "Add nodes, or lower the key to 3."
     assert found["engine"].detail == "no stage can be placed"

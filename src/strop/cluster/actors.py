@@ -66,13 +66,15 @@ class _Process:
 
 
 def _end(processes: Sequence[_Process]) -> None:
-    """Kill processes, wait for those whose nodes answer, and let Ray go."""
+    """Kill processes, wait for those whose nodes answer, and let their GPUs and Ray go."""
     for each in processes:
         with contextlib.suppress(Exception):  # Ray may have ended
             each.connection.ray.kill(each.host)
     for node, here in _started(processes).items():
         with contextlib.suppress(ActorsLost):  # the node is gone
             here[0].connection.run(node, end_processes, [each.pid for each in here])
+    for each in processes:
+        each.connection.give_back(each.node, each.gpus)
     leave()
 
 

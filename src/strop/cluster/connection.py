@@ -77,6 +77,8 @@ class Connection:
         self._here: str = ray.get_runtime_context().get_node_id()
         self._agents: dict[str, Any] = {}
         self._engines_left: list[tuple[Node, tuple[int, ...]]] = []  # with the GPUs that they share
+        self._taken: Counter[str] = Counter()  # GPUs of each node that the stage's processes have, or will have
+        self._free_before: dict[str, float] = {}  # GPUs of each node that were free before
         self._lost: set[str] = set()  # nodes that Ray may still take for alive
         self._lock = threading.Lock()
 
@@ -85,17 +87,18 @@ class Connection:
         free = self.ray._private.state.available_resources_per_node()  # what another run took is not there for this one
         alive = [each for each in self.ray.nodes() if each["Alive"] and each["NodeID"] not in self._lost]
         num_at = Counter(each["NodeManagerAddress"] for each in alive)
-        found = [
-            Node(
-                id=each["NodeID"],
-                address=each["NodeManagerAddress"],
-                name=_name(each, is_unique=num_at[each["NodeManagerAddress"]] == 1),
+        found = []
+        for each in alive:
+            number, address, gpus = each["NodeID"], each["NodeManagerAddress"], each["Resources"].get("GPU", 0.0)
+            node = Node(
+                id=number,
+                address=address,
+                name=address if num_at[address] == 1 else f"{address} ({number[:6]})",
                 cpus=each["Resources"].get("CPU", 0.0),
-                gpus=free.get(each["NodeID"], {}).get("GPU", 0.0),
-                all_gpus=each["Resources"].get("GPU", 0.0),
+                gpus=min(free.get(number, {}).get("GPU", 0.0), gpus - self._taken[number]),  # Ray counts the newest ones late
+                all_gpus=gpus,
             )
-            for each in alive
-        ]
+            found.append(node)
         return sorted(found, key=lambda node: (node.id != self._here, node.address, node.id))
 
     def here(self) -> Node:
@@ -162,27 +165,40 @@ class Connection:
             raise ActorsLost(f"node {node} does not answer: {first_line(error)}") from error
 
     def place(self, roles: Roles) -> Placement:
-        """Set and return the placement. Raises `UserError` if the cluster is too small."""
-        self.placement = self.placement_of(roles)
-        shared = self.placement.devices or ((),) * len(self.placement.engines)
-        self._engines_left = list(zip(self.placement.engines, shared, strict=True))
-        return self.placement
+        """Set and return the placement of a stage, which has no processes yet. Raises `UserError` if there is no room."""
+        self._taken.clear()
+        self.placement = found = self.placement_of(roles, self._free_before)
+        self._free_before = {node.id: node.gpus for node in self.nodes()}
+        self._take(found)
+        self._engines_left = list(zip(found.engines, found.devices or ((),) * len(found.engines), strict=True))
+        return found
 
-    def placement_of(self, roles: Roles) -> Placement:
+    def placement_of(self, roles: Roles, free: Mapping[str, float] = {}, *, takes: bool = False) -> Placement:
         """Return where it would all go. GPUs of processes that have just ended are free some time later, and waited for.
+
+        Args:
+            free: GPUs of nodes that are waited for even if fewer are enough: ranks would be divided over more nodes.
+            takes: whether they are taken, so that the next placement gets others.
 
         Raises:
             UserError: the cluster is too small.
         """
         ends_at = time.monotonic() + _FREE_S
         while True:
-            nodes = self.nodes()
-            try:
-                return place(nodes, roles)
-            except UserError:
-                if all(node.gpus == node.all_gpus for node in nodes) or time.monotonic() > ends_at:
-                    raise
+            with self._lock:
+                nodes = self.nodes()
+                is_last = all(node.gpus == node.all_gpus for node in nodes) or time.monotonic() > ends_at
+                with contextlib.nullcontext() if is_last else contextlib.suppress(UserError):
+                    if is_last or all(node.gpus >= free.get(node.id, 0.0) for node in nodes):
+                        found = place(nodes, roles)
+                        if takes:
+                            self._take(found)
+                        return found
             time.sleep(_LOOK_S)
+
+    def _take(self, found: Placement) -> None:
+        self._taken.update(node.id for node in found.ranks for _ in range(found.gpus_of_rank))
+        self._taken.update(node.id for node in found.engines for _ in range(0 if found.devices else found.gpus_of_engine))
 
     def take_engine_node(self) -> tuple[Node, int, tuple[int, ...]]:
         """Return the node of the next engine of the placement; when all are there, one that can hold another engine. With it
@@ -199,9 +215,14 @@ class Connection:
         if self.placement.devices:
             raise EngineLost("an engine that shares the trainer's GPUs on a cluster is not replaced before the next stage.")
         try:
-            return self.placement_of(Roles(engines=1, gpus_of_engine=num)).engines[0], num, ()
+            return self.placement_of(Roles(engines=1, gpus_of_engine=num), takes=True).engines[0], num, ()
         except UserError as error:
             raise EngineLost(str(error)) from error
+
+    def give_back(self, node: Node, gpus: float) -> None:
+        """Count the GPUs of a process of the stage that has ended as free."""
+        with self._lock:
+            self._taken[node.id] -= int(gpus)
 
     def find_silent(self, nodes: Sequence[Node]) -> Node | None:
         """Return the first of `nodes` that does not say within some seconds how it is. It is not used again."""
@@ -228,11 +249,6 @@ class Connection:
 
 def ignore(event: str, **fields: Any) -> None:
     """Note nothing."""
-
-
-def _name(node: Mapping[str, Any], *, is_unique: bool) -> str:
-    address: str = node["NodeManagerAddress"]
-    return address if is_unique else f"{address} ({node['NodeID'][:6]})"
 
 
 def first_line(error: Exception) -> str:

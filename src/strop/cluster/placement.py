@@ -113,7 +113,10 @@ def place(nodes: Sequence[Node], roles: Roles) -> Placement:
     # The last nodes, so that they are the same ones in every stage.
     sandboxes = tuple(reversed(nodes[-roles.sandboxes :] if roles.sandboxes else ()))
     if len(sandboxes) < roles.sandboxes:
-        raise UserError(_too_small("a code service", nodes, roles))
+        raise UserError(
+            f"cluster.sandbox_nodes is {roles.sandboxes}, which is more than the nodes of the cluster: {len(nodes)}"
+            f" ({', '.join(map(str, nodes))}). Add nodes, or lower the key to {len(nodes)}."
+        )
     for node in sandboxes:
         load[node.id] += 1
     ranks: list[Node] = []
