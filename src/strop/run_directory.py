@@ -369,6 +369,7 @@ class RunDirectory:
         self.updates = path / "updates.jsonl"  # a line for each update, of stages whose steps may have several
         self.events = path / "events.jsonl"
         self.report = path / "report.html"
+        self.lock = path / ".lock"
 
     def stage(self, name: str) -> StageDirectory:
         return StageDirectory(self.path / "stages" / name)

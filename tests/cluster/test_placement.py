@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from strop.cluster.connection import Connection, _check_listens, unlike_nodes, versions
+from strop.cluster.connection import Connection, _check_listens, nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.errors import ActorsLost, EngineLost, UserError
 from strop.pipeline.plan import roles_of
@@ -184,6 +184,23 @@ def test_a_node_that_answers_is_used():
     for node in connection.nodes():
         connection.reach(node)
     assert ids(connection.nodes()) == ["0", "1"]
+
+
+def test_what_not_all_nodes_see_is_named_and_nothing_is_left(tmp_path):
+    class Nodes:
+        def nodes(self):
+            return nodes(0, 0)
+
+        def run(self, node, function, mark):
+            return function(mark) if node.id == "0" else None
+
+    directory = tmp_path / "runs" / "demo"
+    [(problem, remedy)] = nodes_that_do_not_see(Nodes(), directory)
+    assert problem == f"node 10.0.0.1 does not see {directory}."
+    assert remedy.startswith("Mount it on 10.0.0.1 at the same path")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").touch()
+    assert len(list(nodes_that_do_not_see(Nodes(), directory))) == 1
 
 
 def test_an_address_of_something_else_is_refused_and_one_of_ray_is_not():

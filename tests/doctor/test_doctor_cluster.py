@@ -52,7 +52,8 @@ def examine(monkeypatch, tmp_path):
         monkeypatch.setattr(cluster, "connected", lambda config, directory: contextlib.nullcontext(connection))
         monkeypatch.setattr(cluster, "_TRANSFER_BYTES", 1 << 20)
         recipe = load_recipe(Path("recipes/demo.toml"), ['cluster.address="auto"', *overrides])
-        diagnosis = cluster.examine_cluster(recipe, tmp_path)
+        diagnosis = cluster.examine_cluster(recipe, tmp_path / "runs")
+        assert not list(tmp_path.iterdir())
         return {finding.check: finding for finding in diagnosis.findings}, len(diagnosis.problems)
 
     return examine

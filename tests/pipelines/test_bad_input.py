@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from scripted_runs import RECIPE, sums_and_errors
 from strop import cli
-from strop.run_directory import read_lines
+from strop.cluster.placement import Node, place
+from strop.errors import UserError
+from strop.run_directory import RunDirectory, read_lines
+from strop.runs.manifest import locked
 from strop.sandbox import ScriptedSandbox
 
 TINY = Path(__file__).with_name("tiny.toml")
@@ -208,6 +211,54 @@ def test_a_damaged_manifest_is_named(mistake, tmp_path):
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "manifest.json").write_text('{"format": 1, "rec')
     assert "manifest.json: not valid JSON" in mistake("train", TINY, "--runs", tmp_path / "runs")
+
+
+class OneNode:
+    """A connection to a cluster of one node."""
+
+    directory = None
+
+    def nodes(self):
+        return [Node(id="1", address="10.0.0.1", name="10.0.0.1", cpus=1, gpus=0, all_gpus=0)]
+
+    def placement_of(self, roles):
+        return place(self.nodes(), roles)
+
+
+@contextmanager
+def not_reached(config, directory):
+    raise UserError(f"cluster.address: no Ray cluster at {config.address!r}")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("connected", "message"),
+    [
+        (not_reached, "cluster.address: no Ray cluster at '10.0.0.1:6379'"),
+        (
+            lambda config, directory: nullcontext(OneNode()),
+            "more than the nodes of the cluster: 1 (10.0.0.1). Add",
+        ),
+    ],
+)
+def test_a_start_that_a_cluster_refuses_leaves_nothing(mistake, tmp_path, monkeypatch, connected, message):
+    monkeypatch.setattr("strop.pipeline.run.connected", connected)
+    words = ["--cluster", "10.0.0.1:6379", "--set", "cluster.sandbox_nodes=2", "--runs"]
+    assert message in mistake("train", TINY, *words, tmp_path / "runs")
+    assert not list(tmp_path.iterdir())
+    begun = tmp_path / "begun"
+    (begun / "tiny").mkdir(parents=True)
+    assert message in mistake("train", TINY, *words, begun)
+    assert not list((begun / "tiny").iterdir())
+
+
+def test_a_directory_that_another_run_uses_is_named_before_the_cluster_is_asked(mistake, tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.pipeline.run.connected", not_reached)
+    run = RunDirectory(tmp_path / "tiny")
+    run.path.mkdir()
+    with locked(run):
+        said = mistake("train", TINY, "--cluster", "10.0.0.1:6379", "--runs", tmp_path)
+    assert "another strop is running there" in said
 
 
 def test_runs_beneath_a_file_are_refused(mistake, tmp_path):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from strop.cluster.placement import ClusterConfig, Node, Placement, Roles, place
 from strop.errors import ActorsLost, EngineLost, MachineError, StropError, UserError
-from strop.run_directory import file_digests
+from strop.run_directory import file_digests, writing_to
 
 _ResultT = TypeVar("_ResultT")
 
@@ -432,10 +432,11 @@ def unlike_nodes(connection: Connection) -> Iterator[tuple[str, str]]:
 
 
 def nodes_that_do_not_see(connection: Connection, directory: Path) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with each node that does not share the absolute `directory`, and the remedy."""
-    token = secrets.token_hex(8)
-    mark = directory / f".seen-{token}"
-    mark.write_text(token)
+    """Yield what is wrong with each node that does not share the absolute `directory`, and the remedy. It need not exist."""
+    token, above = secrets.token_hex(8), next(each for each in (directory, *directory.parents) if each.is_dir())
+    mark = above / f".seen-{token}"
+    with writing_to(directory):
+        mark.write_text(token)
     try:
         for node in connection.nodes():
             if connection.run(node, _read_or_none, mark) != token:

@@ -51,7 +51,6 @@ def examine_cluster(recipe: Recipe, directory: Path, progress: Callable[[str], N
     Raises:
         UserError: Ray is not installed, or there is no cluster at the address.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     findings: list[Finding] = []
     with connected(recipe.cluster, None) as connection:
         assert connection is not None

@@ -80,15 +80,18 @@ async def train(
     rerun = stages_to_rerun(recipe, start)
     unfinished = [name for name in wanted if name in rerun or not run.stage(name).done.exists()]
     check_stages(recipe, unfinished, run=run)
-    with writing_to(directory):
-        directory.mkdir(parents=True, exist_ok=True)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)  # starts no thread yet; the manifest records the number
     async with AsyncExitStack() as opened:
-        opened.enter_context(locked(run))
+        if is_begun := run.lock.exists():
+            opened.enter_context(locked(run))
         connection = opened.enter_context(connected(recipe.cluster, directory))
         if connection is not None:
             check_nodes(connection, recipe, unfinished)
+        if not is_begun:  # a start that is refused leaves nothing
+            with writing_to(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(locked(run))
         selected = select(run, recipe, command, until=until, start=start, only=only)
         events = opened.enter_context(closing(LineWriter(run.events)))
 

@@ -42,7 +42,7 @@ def locked(run: RunDirectory) -> Iterator[None]:
         RunError: another process uses the directory.
     """
     # A file open for writing, not the directory: NFS passes only its locks on to other machines.
-    descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
