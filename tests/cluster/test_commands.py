@@ -140,6 +140,19 @@ def test_a_recipe_says_how_many_nodes_it_needs(recipe):
         said("slurm", recipe, "--gpus", 2)
 
 
+def test_keys_that_are_set_count_for_the_size_and_are_set_in_the_job(recipe):
+    keys = ["stages.sft.trainer.workers=3", "cluster.trainer_nodes=3", """description="it's #1: {x}" """]
+    words = [word for key in keys for word in ("--set", key)]
+    command = ["strop", "train", str(recipe), *words, "--cluster", "auto"]
+    script = said("slurm", recipe, *words)
+    assert asked(script) == (3, 0)
+    [line] = [line for line in script.splitlines() if "strop train" in line]
+    assert shlex.split(line)[-len(command) - 2 : -2] == command  # before `|| true`
+    manifest = manifest_of(recipe, *words)
+    assert shlex.split(manifest["spec"]["entrypoint"]) == command
+    assert manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 2
+
+
 def test_the_manifest_for_kubernetes_has_all_nodes_and_a_token_for_each_pod(recipe):
     manifest = manifest_of(recipe, "--nodes", 8, "--gpus", 8)
     assert manifest["metadata"]["name"] == "strop-tiny"

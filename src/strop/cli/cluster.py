@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.common import RecipePath, on_cluster, sigterm_as_interrupt
+from strop.cli.common import RecipePath, Set, on_cluster, sigterm_as_interrupt
 from strop.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ def up(
 
 
 @app.command()
-def slurm(recipe: RecipePath, nodes: _Nodes = None, gpus: _Gpus = None) -> None:
+def slurm(recipe: RecipePath, overrides: Set = None, nodes: _Nodes = None, gpus: _Gpus = None) -> None:
     """Print a script for sbatch that starts Ray on all nodes of a job and trains RECIPE."""
     from strop.cluster.start import slurm_script
 
-    name, num_nodes, num_gpus = _machines(recipe, nodes, gpus)
-    typer.echo(slurm_script(name, recipe, num_nodes=num_nodes, num_gpus=num_gpus), nl=False)
+    name, command, num_nodes, num_gpus = _job(recipe, overrides or [], nodes, gpus)
+    typer.echo(slurm_script(name, command, num_nodes=num_nodes, num_gpus=num_gpus), nl=False)
 
 
 @app.command()
@@ -58,18 +59,19 @@ def kuberay(
     recipe: RecipePath,
     image: Annotated[str, typer.Option(help="Container image with strop[cluster] and ray[default].")],
     claim: Annotated[str, typer.Option(help="Persistent volume claim with recipe, models and runs.")],
+    overrides: Set = None,
     nodes: _Nodes = None,
     gpus: _Gpus = None,
 ) -> None:
     """Print the manifest of a RayJob that trains RECIPE, for `kubectl apply`."""
     from strop.cluster.start import kuberay_manifest
 
-    name, num_nodes, num_gpus = _machines(recipe, nodes, gpus)
-    typer.echo(kuberay_manifest(name, recipe, num_nodes=num_nodes, num_gpus=num_gpus, image=image, claim=claim), nl=False)
+    name, command, num_nodes, num_gpus = _job(recipe, overrides or [], nodes, gpus)
+    typer.echo(kuberay_manifest(name, command, num_nodes=num_nodes, num_gpus=num_gpus, image=image, claim=claim), nl=False)
 
 
-def _machines(path: Path, num: int | None, gpus: int | None) -> tuple[str, int, int]:
-    """Return the name of the recipe at `path`, the number of nodes, and the GPUs of each.
+def _job(path: Path, overrides: Sequence[str], num: int | None, gpus: int | None) -> tuple[str, str, int, int]:
+    """Return the name of the recipe at `path`, the command that trains it, the number of nodes, and the GPUs of each.
 
     Raises:
         UserError: a stage does not fit on `num` nodes, or on any number of nodes with so many GPUs.
@@ -79,7 +81,7 @@ def _machines(path: Path, num: int | None, gpus: int | None) -> tuple[str, int, 
     from strop.pipeline.plan import roles_of
     from strop.recipe.load import load_recipe
 
-    recipe = load_recipe(path, on_cluster("auto"))
+    recipe = load_recipe(path, [*overrides, *on_cluster("auto")])
     devices = Hardware.named(recipe.hardware).num if recipe.hardware else 0
     if gpus is None:
         uses_gpus = any(roles_of(recipe, name, planned_nodes([_GPUS])).gpus for name in recipe.stages)
@@ -87,7 +89,8 @@ def _machines(path: Path, num: int | None, gpus: int | None) -> tuple[str, int, 
     if num is None and devices and gpus:
         num = -(-devices // gpus)
     roles = [roles_of(recipe, name, planned_nodes([gpus])) for name in recipe.stages]
-    return recipe.name, _fewest_nodes(gpus, roles, num), gpus
+    words = ["strop", "train", str(path), *(word for one in overrides for word in ("--set", one)), "--cluster", "auto"]
+    return recipe.name, shlex.join(words), _fewest_nodes(gpus, roles, num), gpus
 
 
 def _fewest_nodes(gpus: int, stages: Sequence[Roles], num: int | None) -> int:

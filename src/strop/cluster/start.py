@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -127,28 +127,24 @@ def _free_port() -> int:
         return port
 
 
-def slurm_script(name: str, recipe: Path, *, num_nodes: int, num_gpus: int) -> str:
-    """Return a script for `sbatch`. `ray symmetric-run` starts Ray on each node, the command on the first, and ends both."""
-    return _rendered(
-        "slurm.sh.j2", name=name, recipe=recipe, num_nodes=num_nodes, num_gpus=num_gpus, environment=_SLURM_ENVIRONMENT
-    )
+def slurm_script(name: str, command: str, *, num_nodes: int, num_gpus: int) -> str:
+    """Return a script for `sbatch`. `ray symmetric-run` starts Ray on each node, `command` on the first, and ends both."""
+    values = {"num_nodes": num_nodes, "num_gpus": num_gpus, "environment": _SLURM_ENVIRONMENT}
+    return _rendered("slurm.sh.j2", name=name, command=command, **values)
 
 
-def kuberay_manifest(name: str, recipe: Path, *, num_nodes: int, num_gpus: int, image: str, claim: str) -> str:
-    """Return the manifest of a RayJob whose nodes share the volume of `claim` at /work.
+def kuberay_manifest(name: str, command: str, *, num_nodes: int, num_gpus: int, image: str, claim: str) -> str:
+    """Return the manifest of a RayJob that runs `command`, and whose nodes share the volume of `claim` at /work.
 
     With `authOptions` KubeRay makes a token, and gives it to the nodes, to the pod that submits the job, and to itself.
     """
     label = f"strop-{re.sub('[^a-z0-9]+', '-', name.lower())}"[:_NAME_CHARS].rstrip("-")
-    sizes = {"num_nodes": num_nodes, "num_gpus": num_gpus, "ray_version": _RAY_VERSION}
-    return _rendered(
-        "kuberay.yaml.j2", label=label, recipe=recipe, image=image, claim=claim, environment=RAY_ENVIRONMENT, **sizes
-    )
+    values = {"num_nodes": num_nodes, "num_gpus": num_gpus, "ray_version": _RAY_VERSION, "environment": RAY_ENVIRONMENT}
+    values["command"] = json.dumps(command, ensure_ascii=False)  # a string of JSON is one of YAML
+    return _rendered("kuberay.yaml.j2", label=label, image=image, claim=claim, **values)
 
 
-def _rendered(template: str, *, recipe: Path, **values: object) -> str:
-    """Return a text that starts `strop train` on the first node when all have joined."""
+def _rendered(template: str, **values: object) -> str:
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    command = shlex.join(["strop", "train", str(recipe), "--cluster", "auto"])
-    rendered: str = Template(text, trim_blocks=True, keep_trailing_newline=True).render(values, command=command)
+    rendered: str = Template(text, trim_blocks=True, keep_trailing_newline=True).render(values)
     return rendered
