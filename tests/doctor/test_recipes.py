@@ -130,6 +130,37 @@ def test_tasks_that_are_not_there_are_told_with_their_stage(recipe_path, service
     assert "nowhere.jsonl" in problem.detail
 
 
+CORPUS = 'tools.wiki={kind="search", backend={kind="kept", path="nowhere.json"}}'
+NO_INTERPRETER = ("engine.kind=vllm", "engine.python=/nowhere/python")
+
+
+def made(diagnosis):
+    return [finding.check for finding in diagnosis.findings if finding.is_made and not finding.is_problem]
+
+
+def test_a_corpus_that_is_not_there_is_a_problem_of_its_tool_and_every_check_is_made(recipe_path, service, run):
+    diagnosis = run(examine_file(recipe_path, [service, CORPUS], model=None))
+    (problem,) = diagnosis.problems
+    assert problem.check == "tools.wiki"
+    assert problem.detail.endswith("nowhere.json: no such file of search results.")
+    assert made(diagnosis) == [name for name in CHECKS if name not in ("your code", "prompts")]  # which have nothing to do
+
+
+def test_an_interpreter_that_is_not_there_is_a_problem_of_the_engine_and_the_others_checks_are_made(recipe_path, service, run):
+    diagnosis = run(examine_file(recipe_path, [service, *NO_INTERPRETER], model=None))
+    (problem,) = diagnosis.problems
+    assert problem.check == "engine"
+    assert problem.detail.startswith("engine.python: /nowhere/python does not exist.")
+    assert made(diagnosis) == ["chat template", "loss mask", "tool round trip", "reward", "batch arithmetic"]
+    not_made = [finding.check for finding in diagnosis.findings if "the recipe's engine cannot be opened" in finding.detail]
+    assert not_made == ["log-probs", "publication"]
+
+
+def test_what_is_not_there_is_named_with_what_ends_the_examination(recipe_path, service, run, tmp_path):
+    problems = run(examine_file(recipe_path, [service, CORPUS], model=tmp_path)).problems
+    assert [problem.check for problem in problems] == ["tools.wiki", "model"]
+
+
 def test_the_demo_is_healthy_and_the_command_shows_its_mask():
     result = CliRunner().invoke(app, ["doctor", "recipes/demo.toml", "--set", "threads=1"])
     assert result.exit_code == 0, result.output

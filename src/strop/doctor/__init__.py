@@ -9,7 +9,7 @@ from strop.doctor import checks
 from strop.doctor.examination import Examination, Parts, open_parts, pieces, try_out
 from strop.doctor.finding import Diagnosis, Finding, NotMade, Problem
 from strop.doctor.own_code import NUM_TASKS
-from strop.errors import ConfigError, TaskError, UserError
+from strop.errors import ModelError, TaskError, UserError
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
 
@@ -34,6 +34,7 @@ CHECKS: Mapping[str, Check] = {
     "batch arithmetic": checks.check_arithmetic,
     "publication": checks.check_publication,  # last: it changes the weights
 }
+_OF_ENGINE = ("log-probs", "publication")
 
 
 async def examine_file(
@@ -41,7 +42,7 @@ async def examine_file(
 ) -> Diagnosis:
     """Check the recipe at `path` and the model that it starts from, or the one in `model`, against each other.
 
-    What keeps the checks from being made is the one problem of the diagnosis.
+    What cannot be opened is a problem under its own name. Checks that need it are not made.
 
     Args:
         progress: called with the name of each thing that is begun.
@@ -49,27 +50,38 @@ async def examine_file(
     Raises:
         MachineError: the engine was lost.
     """
+    faults: list[Finding] = []
     try:
         progress("reading the recipe")
         recipe = load_recipe(path, overrides)
         plan(recipe)  # imports the user's code, and calls `check` and `plan` of each stage
-        async with open_parts(recipe, model, progress) as parts:
-            return await examine_parts(parts, progress)
+        async with open_parts(recipe, model, progress, faults.append) as parts:
+            return await examine_parts(parts, progress, faults)
     except UserError as error:
-        check = {ConfigError: "recipe", TaskError: "tasks"}.get(type(error), "model")
+        check = {ModelError: "model", TaskError: "tasks"}.get(type(error), "recipe")
         lines = [line.strip() for line in str(error).removeprefix(f"{path}:").strip().split("\n")]
-        findings = tuple(Finding.from_message(check, line) for line in lines)
+        findings = (*faults, *(Finding.from_message(check, line) for line in lines))
         return Diagnosis(subject=str(path), findings=findings, not_made=tuple(CHECKS))
 
 
-async def examine_parts(parts: Parts, progress: Callable[[str], None] = lambda _: None) -> Diagnosis:
-    """Check parts that are open already; the trainer's and the engine's weights are others afterwards."""
+async def examine_parts(
+    parts: Parts, progress: Callable[[str], None] = lambda _: None, faults: Sequence[Finding] = ()
+) -> Diagnosis:
+    """Check parts that are open already; the trainer's and the engine's weights are others afterwards.
+
+    Args:
+        faults: of `open_parts`.
+    """
     progress("sampling rollouts")
     examination = await try_out(parts)
-    findings = []
+    findings = list(faults)
+    is_of_another = any(fault.check == "engine" for fault in faults)
     for name, check in CHECKS.items():
         progress(f"checking: {name}")
-        findings.append(await _finding(name, check, examination))
+        if is_of_another and name in _OF_ENGINE:
+            findings.append(Finding(check=name, detail="not made: the recipe's engine cannot be opened", is_made=False))
+        else:
+            findings.append(await _finding(name, check, examination))
     subject = f"{parts.recipe.name} on {parts.model}"
     return Diagnosis(subject=subject, findings=tuple(findings), rollout=pieces(examination))
 

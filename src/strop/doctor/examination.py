@@ -16,12 +16,12 @@ from torch import Tensor
 
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column, Decision, Selection
-from strop.doctor.finding import Origin, Piece
+from strop.doctor.finding import Finding, Origin, Piece
 from strop.doctor.own_code import call_own_code, played
-from strop.engine.config import EngineChoice
+from strop.engine.config import EngineChoice, EngineConfig
 from strop.engine.opening import open_engines
 from strop.engine.protocol import CompletionRequest, InferenceEngine
-from strop.errors import ConfigError, MachineError, UserError
+from strop.errors import ConfigError, MachineError, ModelError, UserError
 from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys, Product
@@ -40,7 +40,7 @@ from strop.stages.context import load_chat, open_tasks, product_of
 from strop.stages.loop.engines import prompt_lengths
 from strop.stages.model import ModelStage, find_model
 from strop.tools import open_tools
-from strop.tools.protocol import Tool
+from strop.tools.protocol import Tool, ToolKind
 from strop.tools.python import Python
 from strop.training.batch import TokenBatch, pack
 from strop.training.config import OptimizerConfig, TrainerConfig
@@ -95,13 +95,18 @@ class Parts:
 
 @asynccontextmanager
 async def open_parts(
-    recipe: Recipe, model: Path | None, progress: Callable[[str], None] = lambda _: None
+    recipe: Recipe,
+    model: Path | None,
+    progress: Callable[[str], None] = lambda _: None,
+    fault: Callable[[Finding], None] = lambda _: None,
 ) -> AsyncIterator[Parts]:
     """Open the real parts for `recipe`. Before the model is loaded, the user's code is called.
 
     Args:
         model: a model directory to use in place of the model that the recipe starts from.
         progress: called with each thing that is begun.
+        fault: called with each tool that cannot be opened, and is left out, and with a server engine that cannot be opened, in
+            whose place is the embedded one.
 
     Raises:
         UserError: there is no such model, or it cannot be used here; there are no tasks; or the user's code is wrong.
@@ -112,7 +117,17 @@ async def open_parts(
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         place = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="strop-doctor-")))
-        tools = await opened.enter_async_context(open_tools(recipe.tools, runner))
+        tools: tuple[Tool, ...] = ()
+        kinds: dict[str, ToolKind] = {}
+        for key, kind in recipe.tools.items():
+            try:
+                tools += await opened.enter_async_context(open_tools({key: kind}, runner))
+                kinds[key] = kind
+            except ConfigError:
+                raise
+            except UserError as error:
+                fault(Finding.from_message(f"tools.{key}", str(error)))
+        recipe = recipe.model_copy(update={"tools": kinds})
         tasks = {name: _first_tasks(recipe, name) for name, stage in recipe.stages.items() if stage.plays}
         if not tasks:
             raise ConfigError(f"recipe {recipe.name!r} has no stage that plays tasks, so there is nothing to examine.")
@@ -138,7 +153,14 @@ async def open_parts(
             directory, trainer_config.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION), "workers": 0})
         )
         opened.push_async_callback(trainer.close)
-        [engine] = await open_engines(directory, config.only(0), detokenize=chat.decode, logs=place)
+        try:
+            [engine] = await open_engines(directory, config.only(0), detokenize=chat.decode, logs=place)
+        except UserError as error:
+            if isinstance(config, EngineConfig) or isinstance(error, ModelError):
+                raise
+            fault(Finding.from_message("engine", str(error)))
+            stand_in = EngineConfig(slots=config.slots, max_length=longest + _ROOM, dtype=config.dtype)
+            [engine] = await open_engines(directory, stand_in, detokenize=chat.decode)
         opened.push_async_callback(engine.close)
         reward = make_reward(stage.reward, runner)
         opened.push_async_callback(reward.close)
