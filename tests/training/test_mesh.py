@@ -1,26 +1,35 @@
-"""Four ranks in groups: of those that hold a copy of the weights, and of those that divide the tokens of a micro-batch.
+"""Four ranks in groups: of those that hold a copy of the weights, and of those that divide the tokens of a micro-batch. And two
+ranks that read their parts of every model.
 
-Run as a program, this file is the four ranks: processes that find each other over gloo, as those of `trainer.workers` do.
+Run as a program, this file is the ranks: processes that find each other over gloo, as those of `trainer.workers` do.
 """
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from safetensors import safe_open
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column
 from strop.algorithms.ppo import PPO
+from strop.engine.model_directory import shapes_of
+from strop.errors import ModelError
+from strop.rewards.reward_model import begin_reward_model, head_of
+from strop.training import assembly, roles
 from strop.training.assembly import LearnerOptions, open_learner
-from strop.training.batch import Row, pack_rows
+from strop.training.batch import Row, World, pack_rows
 from strop.training.config import CriticConfig, CriticOptimizerConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from strop.training.workers import Rank
 
@@ -66,6 +75,10 @@ def weights_of(learner):
     return {name: learner.tensor(name).clone() for name in learner.names()}
 
 
+def whole_weights(weights):
+    return {name: weights.whole(name).clone() for name in weights.names()}
+
+
 def life(learner, directory):
     """What a rank finds as it loads, publishes, trains, saves and resumes."""
     rank = learner.world.rank
@@ -81,16 +94,28 @@ def life(learner, directory):
     found["second"], found["later"] = step(learner, 1), weights_of(learner)
     learner.load(directory / "checkpoint")
     found["resumed"] = step(learner, 1), weights_of(learner)
+    learner.refresh_reference()
+    learner.load(directory / "checkpoint")
+    found["reference again"] = learner.score(tree(1), Column.REFERENCE_LOGPROBS)
     return found
 
 
 def critic(learner, directory):
-    batch = tree(0)
-    values = learner.score(batch, Column.VALUES)
-    returns = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(0)) * batch.loss_mask
-    batch = replace(batch, columns={Column.VALUES: values, Column.RETURNS: returns})
-    report = learner.update_critic(batch, PPO().value_loss, PPO().value_statistics)
-    return {"report": report, "values": learner.score(batch, Column.VALUES)}
+    """What a rank finds as it loads, trains, saves and resumes a critic."""
+
+    def update():
+        batch = tree(0)
+        values = learner.score(batch, Column.VALUES)
+        returns = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(0)) * batch.loss_mask
+        batch = replace(batch, columns={Column.VALUES: values, Column.RETURNS: returns})
+        report = learner.update_critic(batch, PPO().value_loss, PPO().value_statistics)
+        return {"report": report, "values": learner.score(batch, Column.VALUES)}
+
+    found = {"at first": whole_weights(learner.critic.weights), **update()}
+    learner.snapshot().write(directory / "checkpoint")
+    found["second"] = update()
+    learner.load(directory / "checkpoint")
+    return found | {"resumed": update()}
 
 
 def local_elements(learner):
@@ -107,7 +132,7 @@ def tokens_of_layers(learner):
     return sum(seen)
 
 
-def options_of(directory, workers, settings):
+def options_of(directory, workers, settings, critic=None):
     keys = {"optimizer": OptimizerConfig(**TELLING), "max_tokens_per_microbatch": 80} | settings
     config = TrainerConfig(workers=workers, device="cpu", **keys)
     has_critic = "critic" in settings
@@ -115,31 +140,67 @@ def options_of(directory, workers, settings):
         directory=directory,
         config=config,
         reference=None if has_critic else directory,
-        critic=directory if has_critic else None,
+        critic=(critic or directory) if has_critic else None,
         total_updates=None,
         total_critic_updates=None,
     )
 
 
+def count_reads(sharded):
+    """Count the numbers that this process reads from weight files, which it can only do by slices. Return the counts."""
+    counts = []
+
+    @contextmanager
+    def opened(path, framework):
+        with safe_open(path, framework=framework) as file:
+            yield SimpleNamespace(keys=file.keys, get_slice=lambda name: Counted(file.get_slice(name)))
+
+    class Counted:
+        def __init__(self, stored):
+            self.stored = stored
+
+        def __getitem__(self, rows):
+            part = self.stored[rows]
+            counts.append(part.numel())
+            return part
+
+    def refuse(directory):
+        raise AssertionError(f"{directory} is loaded whole")
+
+    sharded.safe_open = opened
+    assembly.load_model = assembly.load_reward_model = roles.load_model = refuse
+    return counts
+
+
+def load_whole():
+    """Load models as a single process does; ranks divide what is in memory."""
+    of_one = assembly._open_model
+    assembly._open_model = lambda directory, world, **options: of_one(directory, World(), **options)
+
+
 def run_rank(number, options, scenario, directory, ports):
-    rank = Rank(options.config, number, "localhost", NUM_RANKS)
+    from strop.training import sharded
+
+    num_ranks = options.config.workers
+    rank = Rank(options.config, number, "localhost", num_ranks)
     port = rank("listen")
-    for _ in range(NUM_RANKS if number == 0 else 0):
+    for _ in range(num_ranks if number == 0 else 0):
         ports.put(port)
+    counts = load_whole() if directory.name.startswith("whole") else count_reads(sharded)
     rank("open", options, "localhost", ports.get())
-    torch.save(globals()[scenario](rank._learner, directory), directory / f"found-{number}")
+    torch.save(globals()[scenario](rank._learner, directory) | {"counts": counts}, directory / f"found-{number}")
     dist.destroy_process_group()
 
 
 def on_ranks(directory, jobs):
-    """Return what each rank found in each of the jobs (name, options, scenario)."""
+    """Return what each rank found in each of the jobs (name, options, scenario); of "whole ..." they load whole models."""
     torch.save([(name, options, scenario) for name, options, scenario in jobs], directory / "jobs")
     for name, _, _ in jobs:
         (directory / name).mkdir()
     subprocess.run([sys.executable, __file__, directory], check=True, timeout=600)
     return {
-        name: [torch.load(directory / name / f"found-{rank}", weights_only=False) for rank in range(NUM_RANKS)]
-        for name, _, _ in jobs
+        name: [torch.load(directory / name / f"found-{rank}", weights_only=False) for rank in range(options.config.workers)]
+        for name, options, _ in jobs
     }
 
 
@@ -152,7 +213,7 @@ def main(directory):
     for name, options, scenario in torch.load(directory / "jobs", weights_only=False):
         ports = context.SimpleQueue()
         arguments = (options, scenario, directory / name, ports)
-        ranks = [context.Process(target=run_rank, args=(number, *arguments)) for number in range(NUM_RANKS)]
+        ranks = [context.Process(target=run_rank, args=(number, *arguments)) for number in range(options.config.workers)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -266,6 +327,113 @@ def test_ranks_that_divide_rows_train_in_bfloat16_an_adapter_and_a_critic(model_
             assert found[name][3]["report"].loss == pytest.approx(expected["report"].loss, rel=tolerance)
             assert expected["values"].any()
             assert_close({"values": found[name][3]["values"]}, {"values": expected["values"]}, tolerance)
+
+
+OF_CRITIC = {"critic": CriticConfig(optimizer=CriticOptimizerConfig(lr=1e-2))}
+LOADS = {"adapter": {"lora": LoraConfig(rank=4)}, "critic with a head": OF_CRITIC}
+ROUNDED = {"precision": "bfloat16", "activation_checkpointing": True}
+MORE_LOADS = {
+    "policy and reference": {},
+    "policy and reference in bfloat16": ROUNDED,
+    "adapter in bfloat16": LOADS["adapter"] | ROUNDED,
+    "critic without a head": OF_CRITIC,
+    "critic with a head in bfloat16": OF_CRITIC | ROUNDED,
+}
+
+
+@pytest.fixture(scope="module")
+def reward_model_directory(model_directory, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reward-model")
+    reward_model = begin_reward_model(model_directory, pad_id=0)
+    torch.nn.init.normal_(head_of(reward_model), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():  # a decoder that is not the policy's
+        reward_model.base_model.norm.weight.mul_(1.5)
+    reward_model.save_pretrained(directory)
+    return directory
+
+
+def load_in_both_ways(settings_by_name, model, reward_model, directory):
+    """Return options, and what two ranks find that read their parts and that load whole models, by name."""
+    jobs = {}
+    for name, settings in settings_by_name.items():
+        options = options_of(model, 2, settings, reward_model if "with a head" in name else model)
+        jobs |= {f"{way}{name}": (options, "critic" if "critic" in name else "life") for way in ("", "whole ")}
+    found = on_ranks(directory, [(name, *job) for name, job in jobs.items()])
+    return {name: (jobs[name][0], found[name], found[f"whole {name}"]) for name in settings_by_name}
+
+
+@pytest.fixture(scope="module")
+def loads(model_directory, reward_model_directory, tmp_path_factory):
+    return load_in_both_ways(LOADS, model_directory, reward_model_directory, tmp_path_factory.mktemp("loads"))
+
+
+@pytest.fixture(scope="module")
+def more_loads(model_directory, reward_model_directory, tmp_path_factory):
+    return load_in_both_ways(MORE_LOADS, model_directory, reward_model_directory, tmp_path_factory.mktemp("more-loads"))
+
+
+def are_equal(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(are_equal(first[name], second[name]) for name in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(are_equal, first, second))
+    return first == second
+
+
+def assert_loads_as_others_do(options, of_parts, of_whole):
+    alone = open_learner(replace(options, config=options.config.model_copy(update={"workers": 0})))
+    expected = weights_of(alone) if alone.critic is None else whole_weights(alone.critic.weights)
+    for parts, whole in zip(of_parts, of_whole, strict=True):
+        assert are_equal(parts | {"counts": None}, whole | {"counts": None})
+        assert are_equal(parts["at first"], expected)
+        if alone.critic is None:
+            assert are_equal(parts["resumed"], (parts["second"], parts["later"]))
+            assert are_equal(parts["reference again"], parts["second"][1][Column.REFERENCE_LOGPROBS])
+        else:
+            assert are_equal(parts["resumed"], parts["second"])
+
+
+def assert_reads_its_parts(options, of_parts):
+    """Each weight is read by one of the ranks that divide it; a reference again when it goes back to what it was."""
+    models = [options.directory]
+    if options.critic is not None:
+        models.append(options.critic)
+    elif options.config.lora is None:  # else the reference is the model under the adapter
+        models += 2 * [options.reference]
+    shapes = [torch.Size(shape) for model in models for shape in shapes_of(model).values()]
+    first, second = (sum(found["counts"]) for found in of_parts)
+    assert first == sum(-(-shape[0] // 2) * shape[1:].numel() for shape in shapes)
+    assert first + second == sum(shape.numel() for shape in shapes)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_ranks_read_only_their_parts_and_do_to_the_bit_what_they_do_with_whole_models(loads, name):
+    options, of_parts, of_whole = loads[name]
+    assert_loads_as_others_do(options, of_parts, of_whole)
+    assert_reads_its_parts(options, of_parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_LOADS)
+def test_other_models_are_read_in_parts_and_do_what_whole_ones_do(more_loads, name):
+    options, of_parts, of_whole = more_loads[name]
+    assert_loads_as_others_do(options, of_parts, of_whole)
+    assert_reads_its_parts(options, of_parts)
+
+
+def test_a_weight_that_the_files_lack_is_named(model_directory, reward_model_directory):
+    from strop.training.sharded import read_parts
+
+    for directory, name, shape in (
+        (model_directory, "score.weight", (1, 32)),
+        (reward_model_directory, "score.weight", (2, 32)),
+        (reward_model_directory, "layers.0.mlp.up_proj.weight", (64, 32)),
+    ):
+        lacking = {name: torch.nn.Parameter(torch.empty(shape))}
+        with pytest.raises(ModelError, match=rf"have no {name} of the shape {re.escape(str(shape))}.* set workers = 0"):
+            read_parts(lacking, directory)
 
 
 @pytest.mark.parametrize(

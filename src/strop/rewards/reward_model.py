@@ -95,14 +95,14 @@ def begin_reward_model(directory: Path, *, pad_id: int) -> transformers.PreTrain
     return model
 
 
-def head_of(model: transformers.PreTrainedModel) -> Tensor:
+def head_of(model: transformers.PreTrainedModel) -> torch.nn.Parameter:
     """(1, H), float32 in a model that is trained. Raises `ModelError` if the head has another form."""
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ModelError(
             f"{type(model).__name__}: its head is not a single matrix called 'score', so it cannot be used as a reward model."
         )
-    return head.weight
+    return head.get_parameter("weight")
 
 
 def last_token_scores(model: transformers.PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:

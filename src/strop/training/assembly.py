@@ -61,26 +61,15 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
         )
     dtype, device = getattr(torch, config.precision), config.torch_device
     keep_freed_memory(config.torch_device.type == "cpu" and not config.gives_back_memory)
-    is_read_in_parts = world.size > 1 and config.lora is None
-    model = _model_without_weights(directory) if is_read_in_parts else load_model(directory)
-    model = model.eval().requires_grad_(True)
-    if world.size == 1:
-        model = model.to(device)
+    model = _open_model(directory, world).eval().requires_grad_(True)
     policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing, group=world.sequence)
-    if not is_read_in_parts:
-        check_logprobs(policy, is_packed=config.packing)
+    if world.size == 1:
+        check_logprobs(policy.to(device), is_packed=config.packing)
     adapter = None if config.lora is None else Adapter(model, config.lora)
     if config.activation_checkpointing:
         checkpoint_activations(model, dtype if world.size == 1 else None)
-    weights = _weights_of(
-        policy,
-        model,
-        config,
-        world,
-        rounds_layers=not config.activation_checkpointing,
-        directory=directory if is_read_in_parts else None,
-    )
-    if is_read_in_parts:
+    weights = _weights_of(policy, model, directory, config, world, rounds_layers=not config.activation_checkpointing)
+    if world.size > 1:
         tolerance = PROBE_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
         check_logprobs(policy, is_packed=config.packing, tolerance=tolerance)
         weights.rest()
@@ -88,7 +77,7 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
     if adapter is not None and reference is not None:
         measured = AdapterReference(policy, adapter, weights)
     elif reference is not None:
-        frozen = (_model_without_weights if world.size > 1 else load_model)(reference).eval().requires_grad_(False)
+        frozen = _open_model(reference, world).eval().requires_grad_(False)
         _compute_as_the_policy(frozen, config)
         scorer = LogprobModule(
             round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing, group=world.sequence
@@ -96,10 +85,9 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
         if world.size == 1:
             scorer.to(device)
         else:
-            from strop.training.sharded import divide, read_parts
+            from strop.training.sharded import divide
 
-            divide(scorer, world)
-            read_parts(scorer, frozen, reference, device)
+            divide(scorer, reference, device, world)
         measured = FrozenReference(scorer, weights, reference)
     return Learner(
         policy,
@@ -114,27 +102,24 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
     )
 
 
-def _model_without_weights(directory: Path) -> transformers.PreTrainedModel:
+def _open_model(directory: Path, world: World, *, is_reward_model: bool = False) -> transformers.PreTrainedModel:
+    """Return the model in `directory`; where ranks divide it without weights, until it is divided."""
+    if world.size == 1:
+        return load_reward_model(directory) if is_reward_model else load_model(directory)
     from strop.training.sharded import model_without_weights  # FSDP takes a second to import
 
-    return model_without_weights(directory)
+    return model_without_weights(directory, is_reward_model=is_reward_model)
 
 
 def _weights_of(
-    root: nn.Module,
-    model: nn.Module,
-    config: TrainerConfig,
-    world: World,
-    *,
-    rounds_layers: bool = True,
-    directory: Path | None = None,
+    root: nn.Module, model: nn.Module, directory: Path, config: TrainerConfig, world: World, *, rounds_layers: bool = True
 ) -> Weights:
     dtype, device = getattr(torch, config.precision), config.torch_device
     if world.size == 1:
         return MasterWeights(model, dtype, rounds_layers=rounds_layers)
-    from strop.training.sharded import ShardedWeights  # FSDP takes a second to import
+    from strop.training.sharded import ShardedWeights
 
-    return ShardedWeights(root, model, dtype, device, world, directory=directory)
+    return ShardedWeights(root, model, directory, dtype, device, world)
 
 
 def _compute_as_the_policy(model: transformers.PreTrainedModel, config: TrainerConfig) -> None:
@@ -147,7 +132,7 @@ def _compute_as_the_policy(model: transformers.PreTrainedModel, config: TrainerC
 def _open_critic(directory: Path, options: LearnerOptions, world: World, policy: transformers.PreTrainedModel) -> Critic:
     config = options.config
     is_reward_model = has_reward_head(directory)
-    model = load_reward_model(directory) if is_reward_model else load_model(directory)
+    model = _open_model(directory, world, is_reward_model=is_reward_model)
     if model.config.vocab_size != policy.config.vocab_size:
         raise ModelError(
             f"{directory}: has {model.config.vocab_size} tokens and the policy has {policy.config.vocab_size}. Start the critic"
@@ -161,5 +146,5 @@ def _open_critic(directory: Path, options: LearnerOptions, world: World, policy:
     values = ValueModule(decoder, is_packed=config.packing, group=world.sequence, head=head)
     if world.size == 1:
         values = values.to(config.torch_device)
-    weights = _weights_of(values, values, config, world)
+    weights = _weights_of(values, values, directory, config, world)
     return Critic(values, weights, config, world=world, total_updates=options.total_critic_updates)

@@ -49,7 +49,7 @@ class Adapter:
         self._library_config.base_model_name_or_path = model.config._name_or_path
         model.requires_grad_(False)
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), _none_moves_to_meta():
                 torch.manual_seed(0)  # A is random; every process and every run draws the same one
                 peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
         except ValueError as error:
@@ -122,6 +122,21 @@ class Adapter:
         }:
             raise ModelError(f"{directory}: not the adapter that is being trained: its matrices have other names or shapes.")
         return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _none_moves_to_meta() -> Iterator[None]:
+    """Let modules stay where the library would move them to the meta device, to the layers that they adapt."""
+    move = nn.Module.to
+
+    def stay_or_move(module: nn.Module, *place: Any, **options: Any) -> nn.Module:
+        return module if torch.device("meta") in place else move(module, *place, **options)
+
+    nn.Module.to = stay_or_move  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = move  # type: ignore[method-assign]
 
 
 def published_name(name: str) -> str:

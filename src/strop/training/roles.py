@@ -18,7 +18,7 @@ from strop.training.logprobs import LogprobModule, hidden_before, spread
 from strop.training.lora import Adapter
 from strop.training.models import load_model
 from strop.training.optimizer import Optimization, UpdateReport, ValueLoss, ValueStatistics, add_up_gradient
-from strop.training.weights import Weights, overwrite
+from strop.training.weights import Weights, is_divided
 
 if TYPE_CHECKING:
     import transformers
@@ -88,8 +88,14 @@ class FrozenReference(Reference):
     def go_back(self) -> None:
         if not self.has_moved:
             return
-        for name, tensor in load_model(self._directory).named_parameters():
-            overwrite(self._parameters_by_name[name], tensor)
+        parameters = self._parameters_by_name
+        if is_divided(next(iter(parameters.values()))):
+            from strop.training.sharded import read_parts
+
+            read_parts(parameters, self._directory)
+        else:
+            for name, tensor in load_model(self._directory).named_parameters():
+                parameters[name].copy_(tensor)
         self.has_moved = False
 
 
@@ -153,7 +159,7 @@ class ValueModule(nn.Module):
         decoder: of a causal language model or a reward model, without its head.
         is_packed: lay the rows end to end, which wants a decoder with `use_row_attention`.
         group: the ranks that divide their tokens.
-        head: (1, H), what to start from instead of zero: a reward model's.
+        head: (1, H), what to start from instead of zero: a reward model's, which becomes this one's.
     """
 
     def __init__(
@@ -162,7 +168,7 @@ class ValueModule(nn.Module):
         *,
         is_packed: bool,
         group: SequenceGroup | None = None,
-        head: Tensor | None = None,
+        head: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.decoder = decoder
@@ -170,7 +176,7 @@ class ValueModule(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         if head is not None:
-            self.head.weight.data.copy_(head.detach())
+            self.head.weight = head
         self._is_packed, self._group = is_packed, group
 
     def forward(self, ids: Tensor, where: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from strop.engine.model_directory import config_of, shapes_of, weight_files
 from strop.errors import ModelError
@@ -31,7 +31,8 @@ from strop.training.batch import World
 from strop.training.config import TrainerConfig
 from strop.training.logprobs import LogprobModule
 from strop.training.models import require_config
-from strop.training.weights import overwrite
+
+_STORED = "strop_stored"  # of a parameter that `divide` is to read: its name in the files
 
 
 def world_of(config: TrainerConfig, rank: int) -> World:
@@ -57,24 +58,15 @@ class ShardedWeights:
     Args:
         root: the module that is called.
         model: `root` or a part of it, which names the weights.
-        directory: with the weights of a model that has none.
+        directory: with the weights that are on the meta device.
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        model: nn.Module,
-        dtype: torch.dtype,
-        device: torch.device,
-        world: World,
-        *,
-        directory: Path | None = None,
+        self, root: nn.Module, model: nn.Module, directory: Path, dtype: torch.dtype, device: torch.device, world: World
     ) -> None:
         precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-        divide(root, world, precision, keeps_ends=True)
+        divide(root, directory, device, world, precision, keeps_ends=True)
         self._root = root
-        if directory is not None:
-            read_parts(root, model, directory, device)
         # Those that the optimizer sees; while the model computes, its modules show others.
         self._parameters = dict(model.named_parameters())
 
@@ -110,7 +102,10 @@ class ShardedWeights:
     def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.rest()
         for name, tensor in tensors:
-            overwrite(self._parameters[name], tensor)
+            parameter = self._parameters[name]
+            assert isinstance(parameter, DTensor)
+            here = tensor.to(parameter.device)  # all of it, so there is nothing to send
+            parameter.copy_(distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
     def refresh(self) -> None:
         """Let the next forward pass gather the weights again."""
@@ -120,19 +115,26 @@ class ShardedWeights:
         self._root.reshard()
 
 
-def model_without_weights(directory: Path) -> transformers.PreTrainedModel:
-    """Return the causal language model in `directory`, in float32, with its parameters on the meta device.
+def model_without_weights(directory: Path, *, is_reward_model: bool = False) -> transformers.PreTrainedModel:
+    """Return the causal language model or the reward model in `directory`, in float32, with its parameters on the meta device.
 
     Raises:
         ModelError: `directory` holds no model that transformers knows.
     """
     require_config(directory)
-    with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config_of(directory), dtype=torch.float32, attn_implementation="sdpa"
-        )
+    config = config_of(directory)
+    kind: Any = transformers.AutoModelForCausalLM
+    if is_reward_model:
+        kind, config.num_labels = transformers.AutoModelForSequenceClassification, 1
+    try:
+        with _parameters_on_meta():
+            model = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except ValueError as error:
+        raise ModelError(f"{directory}: transformers cannot load this model: {error}") from error
     assert isinstance(model, transformers.PreTrainedModel)
     model.tie_weights()
+    for name, parameter in model.named_parameters():
+        setattr(parameter, _STORED, name)
     if (directory / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
@@ -156,26 +158,21 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @torch.no_grad()
-def read_parts(root: nn.Module, model: nn.Module, directory: Path, device: torch.device) -> None:
-    """Give the divided `root`, whose parameters are on the meta device, this rank's part of the weights in `directory`.
+def read_parts(parameters: Mapping[str, nn.Parameter], directory: Path) -> None:
+    """Read this rank's part of the weights in `directory` into divided parameters, by their names there.
 
     The most that is in memory is that part and the largest weight.
-
-    Args:
-        model: `root` or a part of it, which names the weights.
 
     Raises:
         ModelError: a weight is missing there, or has another shape.
     """
     stored = shapes_of(directory)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if stored.get(name) != tuple(parameter.shape):
             raise ModelError(
                 f"{directory}: its safetensors files have no {name} of the shape {tuple(parameter.shape)}, which"
                 " trainer.workers reads in parts. Save the model with transformers' save_pretrained, or set workers = 0."
             )
-    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
-    parameters = dict(model.named_parameters())
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             for name in parameters.keys() & set(file.keys()):
@@ -193,23 +190,30 @@ def _rows_of_a_rank(parameter: DTensor) -> int:
 
 
 def divide(
-    scorer: nn.Module,
+    root: nn.Module,
+    directory: Path,
+    device: torch.device,
     world: World,
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - immutable
     *,
     keeps_ends: bool = False,
 ) -> None:
-    """Divide a model over the ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
-    layers = [module for module in scorer.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
-    for layer in layers:
+    """Divide `root` over the ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass.
+
+    Read this rank's part of what a `model_without_weights` brought into it, from the same directory. Raises as `read_parts`.
+    """
+    stored = {name: getattr(parameter, _STORED) for name, parameter in root.named_parameters() if parameter.is_meta}
+    for layer in [module for module in root.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    fully_shard(scorer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)
-    for module in scorer.modules():
+    fully_shard(root, mesh=world.mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other sum
-    if isinstance(scorer, LogprobModule):
-        register_fsdp_forward_method(scorer, "full_logprobs")
+    if isinstance(root, LogprobModule):
+        register_fsdp_forward_method(root, "full_logprobs")
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    read_parts({of_file: root.get_parameter(name) for name, of_file in stored.items()}, directory)
 
 
 class SequenceGroup:

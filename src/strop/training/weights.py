@@ -239,16 +239,6 @@ def is_divided(tensor: Tensor) -> TypeIs[DTensor]:
     return isinstance(tensor, DTensor)
 
 
-def overwrite(parameter: Tensor, whole: Tensor) -> None:
-    """Put `whole` into a parameter, or this rank's part of it into one that is divided. Every rank has all of it."""
-    here = whole.to(parameter.device)
-    if is_divided(parameter):  # there is nothing to send
-        from torch.distributed.tensor import distribute_tensor
-
-        here = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(here)
-
-
 def write_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
     """Write `tensors` so that any number of ranks can read them. All ranks of `world` call this, each with its parts."""
     from torch.distributed.checkpoint import state_dict_saver
