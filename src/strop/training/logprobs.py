@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strop.engine.torch.cpu.products import beats_mkl, multiply, multiply_into
 from strop.training.batch import UNIT, lay_out
 from strop.training.cpu.kernels import Kernels, compiled
 from strop.training.weights import embed, gradient_sum
@@ -235,7 +236,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 of_bias=of_bias,
             )
             if of_hidden is not None:
-                of_hidden[part] = of_part @ matrix
+                by = multiply if beats_mkl(of_part, matrix.T) else F.linear
+                of_hidden[part] = by(of_part, matrix.T)
             if of_weight is not None:
                 _add_products(of_weight, of_part, hidden[part].to(ctx.dtype))
         return (
@@ -322,7 +324,11 @@ class _Logits:
             room = last
             yield parts.pop(0), last
         for part in parts:
-            logits = torch.mm(hidden[part].to(self.matrix.dtype), self.matrix.T, out=room[: part.stop - part.start])
+            logits, inputs = room[: part.stop - part.start], hidden[part].to(self.matrix.dtype)
+            if beats_mkl(inputs, self.matrix):
+                multiply_into(logits, inputs, self.matrix)
+            else:
+                torch.mm(inputs, self.matrix.T, out=logits)
             if self.bias is not None:
                 logits += self.bias
             yield part, logits

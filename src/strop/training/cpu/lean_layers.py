@@ -1,4 +1,4 @@
-"""RMS norms and gated linear units with backward passes of their own, for a CPU.
+"""RMS norms, gated linear units and linear layers with backward passes of their own, for a CPU.
 
 Autograd keeps float32 copies of the inputs of a norm, and three tensors of a gated unit. These functions keep the inputs of a
 norm and a scale per token, and the two factors of a gated unit.
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strop.engine.torch.cpu.products import beats_mkl, linear
 from strop.training.cpu.kernels import WIDTH_UNIT, Kernels, compiled
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ _UNITS = {"LlamaMLP", "Qwen2MLP", "Qwen3MLP"}
 
 
 def use_lean_layers(model: transformers.PreTrainedModel) -> None:
-    """Let the norms and gated units of `model` that are known here compute by `rms_norm` and `gated` on a CPU."""
+    """Let the norms, gated units and linear layers of `model` that are known here compute by functions of strop on a CPU."""
     for module in model.modules():
         if type(module).__name__ in _NORMS:
             module.forward = partial(_norm, module, type(module).forward)
         elif type(module).__name__ in _UNITS and module.config.hidden_act == "silu":
             module.forward = partial(_unit, module, type(module).forward)
+        elif type(module) is nn.Linear:
+            module.forward = partial(_linear, module)
 
 
 def elementwise_kernels(*inputs: Tensor) -> Kernels | None:
@@ -103,6 +106,11 @@ def _unit(module: Any, of_library: Any, inputs: Tensor) -> Tensor:
         return given
     of_gate: Tensor = module.down_proj(gated(module.gate_proj(inputs), module.up_proj(inputs)))
     return of_gate
+
+
+def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    by = linear if beats_mkl(inputs, module.weight) else F.linear
+    return by(inputs, module.weight, module.bias)
 
 
 class _Gated(torch.autograd.Function):

@@ -1,0 +1,97 @@
+"""Products by oneDNN, of packed float32 weights and with gradients, against products in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from strop.engine.torch.cpu import products
+from strop.engine.torch.cpu.products import beats_mkl, linear, multiply_into, pays_to_pack
+from strop.engine.torch.weights import Matrix
+from strop.training import logprobs
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    not pays_to_pack(2**20, torch.float32, CPU), reason="this build of torch has no products by oneDNN"
+)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_large_float32_weight_is_packed_without_loss_and_multiplied_as_before():
+    weight, inputs, other = drawn(768, 512), drawn(24, 512, seed=1), drawn(24, 768, seed=2)
+    matrix = Matrix((768, 512), dtype=torch.float32, device=CPU)
+    matrix.dense().copy_(weight)
+    matrix.seal()
+    assert matrix.is_sealed
+    assert torch.equal(matrix.dense(), weight)
+    exact = inputs.double() @ weight.double().T
+    for found, expected in (
+        (matrix.product(inputs), exact),
+        (matrix.product(inputs, other[0]), exact + other[0]),
+        (matrix.onto(other, inputs), exact + other),
+        (matrix.silu(inputs), F.silu(exact)),
+        (matrix.times(other.clone(), inputs), exact * other),
+    ):
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=2e-4)
+
+
+def test_a_small_float32_weight_stays_as_it_is():
+    matrix = Matrix((160, 448), dtype=torch.float32, device=CPU)
+    matrix.seal()
+    assert not matrix.is_sealed
+
+
+def test_a_product_part_by_part_is_the_product():
+    weight, inputs = drawn(20_000, 64), drawn(5, 64, seed=1)
+    product = torch.empty(5, 20_000)
+    multiply_into(product, inputs, weight)
+    assert torch.allclose(product.double(), inputs.double() @ weight.double().T, atol=1e-4)
+
+
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
+@pytest.mark.parametrize("shape", [(40, 96), (3, 7, 96)])
+def test_a_linear_layer_has_the_gradients_of_float64(monkeypatch, capability, shape):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    given = [drawn(*shape), drawn(32, 96, seed=1), drawn(32, seed=2)]
+    single, double = ([each.to(dtype).requires_grad_() for each in given] for dtype in (torch.float32, torch.float64))
+    outputs, exact = linear(*single), F.linear(*double)
+    assert outputs.shape == exact.shape
+    to_outputs = drawn(*exact.shape, seed=3)
+    found = torch.autograd.grad(outputs, single, to_outputs)
+    expected = torch.autograd.grad(exact, double, to_outputs.double())
+    for one, other in zip((outputs, *found), (exact, *expected), strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-5, atol=1e-4)
+
+
+def test_a_frozen_layer_gets_no_gradient():
+    inputs, weight = drawn(40, 96).requires_grad_(), drawn(32, 96, seed=1)
+    linear(inputs, weight, None).sum().backward()
+    assert inputs.grad is not None
+    assert weight.grad is None
+
+
+def test_mkl_stays_for_small_products_other_precisions_and_processors_of_intel(monkeypatch):
+    large, weight = torch.empty(1024, 256), torch.empty(128, 256)
+    monkeypatch.setattr(products, "_is_mkl_best", lambda: False)
+    assert beats_mkl(large, weight)
+    assert not beats_mkl(large[:8], weight)
+    assert not beats_mkl(large.bfloat16(), weight.bfloat16())
+    monkeypatch.setattr(products, "_is_mkl_best", lambda: True)
+    assert not beats_mkl(large, weight)
+
+
+def test_log_probs_and_gradients_of_a_head_are_the_same_by_both(monkeypatch):
+    hidden, weight = drawn(40, 32), drawn(9_000, 32, seed=1) / 8
+    targets, to_logprobs = torch.arange(40) * 200, drawn(40, seed=2)
+
+    def figures(is_by_onednn):
+        monkeypatch.setattr(logprobs, "beats_mkl", lambda *_: is_by_onednn)
+        given = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        found, entropies = logprobs.head_logprobs(*given, None, targets, temperature=0.7, max_logits=9_000 * 16)
+        return found, entropies, *torch.autograd.grad((found * to_logprobs).sum() + entropies.sum(), given)
+
+    for one, other in zip(figures(True), figures(False), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
