@@ -33,7 +33,7 @@ def use_lean_layers(model: transformers.PreTrainedModel) -> None:
         elif type(module).__name__ in _UNITS and module.config.hidden_act == "silu":
             module.forward = partial(_unit, module, type(module).forward)
         elif type(module) is nn.Linear:
-            module.forward = partial(_linear, module)
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
 
 
 def elementwise_kernels(*inputs: Tensor) -> Kernels | None:

@@ -73,7 +73,7 @@ def beats_mkl(inputs: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _is_mkl_best() -> bool:
-    if not torch.backends.mkl.is_available():
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return True
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
