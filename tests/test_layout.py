@@ -93,36 +93,36 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2329,  # 1400
+    ".": 2326,  # 1400
     "algorithms": 1932,
-    "analysis": 876,  # 900
+    "analysis": 831,  # 900
     "cluster": 1497,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
-    "cli": 1247,  # 2000 with doctor and cs336
-    "cs336": 1211,
-    "curation": 1351,  # 1600
-    "doctor": 1541,
-    "engine": 6636,  # 6000
-    "evaluation": 1597,  # 1400
-    "pipeline": 1631,
-    "recipe": 935,
-    "reports": 2647,  # 3500
-    "rewards": 3755,  # 2600
-    "rollout": 5046,
-    "runs": 658,
-    "sandbox": 10181,  # 10500
-    "simulation": 918,  # 900
-    "stages": 6086,  # 3800
-    "tasks": 2881,  # 2200
-    "tools": 2238,  # 2000
-    "training": 5079,  # 4500
+    "cli": 1160,  # 2000 with doctor and cs336
+    "cs336": 1144,
+    "curation": 1318,  # 1600
+    "doctor": 1499,
+    "engine": 6658,  # 6000
+    "evaluation": 1522,  # 1400
+    "pipeline": 1606,
+    "recipe": 927,
+    "reports": 2589,  # 3500
+    "rewards": 3627,  # 2600
+    "rollout": 5031,
+    "runs": 635,
+    "sandbox": 9726,  # 10500
+    "simulation": 912,  # 900
+    "stages": 5651,  # 3800
+    "tasks": 2779,  # 2200
+    "tools": 2191,  # 2000
+    "training": 5107,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 284  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_842  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 62_272  # goal: 52 000
+    assert len(FILES) <= 275  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 42_439  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_668  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:
