@@ -31,7 +31,7 @@ from strop.errors import MachineError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-NUM_EVENTS = int(os.environ.get("CHAOS_EVENTS", "8"))
+NUM_EVENTS = int(os.environ.get("CHAOS_EVENTS", "20"))
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 TINY = ROOT / "tests" / "pipelines" / "tiny.toml"
 NUM_MACHINES, NUM_TASKS, NUM_ROLLOUTS = 4, 4, 4
