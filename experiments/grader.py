@@ -40,13 +40,13 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from provenance import provenance_of_call
 
+from strop.answer_text import plain_number
 from strop.rewards import MathReward, Reward, SumReward, make_reward, math_text
 from strop.rewards.form import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import QuestionOnlyPart, R1ZeroPart
 from strop.rollout.prompt import AnswerForm
 from strop.run_directory import write_json, write_text
-from strop.sandbox.numbers import plain_number
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,10 +28,10 @@ import smollm2_eval
 from provenance import provenance
 from smollm2_answers import NUMBER
 
+from strop.answer_text import boxed
 from strop.rewards import math_text
 from strop.rewards.math import MathPart
 from strop.run_directory import RunDirectory, read_lines, write_json, write_text
-from strop.tasks.boxes import boxed
 
 COMMAND = "make experiments-grader-agreement DATA=path/with/gsm8k/and/math500"
 JUDGES = ("dr_grpo", "form", "math_verify")

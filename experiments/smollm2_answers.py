@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from strop.answer_text import boxed
 from strop.rewards.base import final_text
-from strop.tasks.boxes import boxed
 from strop.types import Task, Trajectory
 
 NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")

@@ -93,7 +93,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2326,  # 1400
+    ".": 2406,  # 1400
     "algorithms": 1932,
     "analysis": 831,  # 900
     "cluster": 1497,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
@@ -106,13 +106,13 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "pipeline": 1606,
     "recipe": 927,
     "reports": 2589,  # 3500
-    "rewards": 3627,  # 2600
+    "rewards": 3625,  # 2600
     "rollout": 5031,
     "runs": 635,
-    "sandbox": 9726,  # 10500
+    "sandbox": 9690,  # 10500
     "simulation": 912,  # 900
     "stages": 5651,  # 3800
-    "tasks": 2779,  # 2200
+    "tasks": 2729,  # 2200
     "tools": 2191,  # 2000
     "training": 5107,  # 4500
 }
@@ -120,9 +120,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 275  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 42_439  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_668  # goal: 52 000
+    assert len(FILES) <= 274  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 42_435  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_660  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from strop.answer_text import plain_number
 from strop.rewards import math_text
 from strop.rewards.math_text import MAX_CHARS, equal_by_text, normal_form
 from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
-from strop.sandbox.numbers import plain_number
 
 RIGHT = {"format_reward": 1.0, "answer_reward": 1.0, "reward": 1.0}
 WRONG = {"format_reward": 1.0, "answer_reward": 0.0, "reward": 0.0}

@@ -131,7 +131,7 @@ def variants(answers):
 def assert_same_as_math_verify(pairs):
     from math_verify import parse, verify
 
-    from strop.sandbox.numbers import exact_match
+    from strop.answer_text import exact_match
 
     pairs = [pair for pair in pairs if exact_match(*pair) is None]
     expected = []

@@ -18,12 +18,12 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
+from strop.answer_text import boxed
 from strop.chat_client import ChatClient, ChatServiceConfig
 from strop.config import Config
 from strop.errors import TaskError
 from strop.http import Failures, ServiceRefused
 from strop.rewards.judge import builtin_prompt, checked_prompt
-from strop.tasks.boxes import boxed
 from strop.tasks.files import read_rows, writing_rows
 from strop.tasks.readers import Unreadable, as_text, find
 

@@ -11,6 +11,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
+from strop.answer_text import plain_number
 from strop.doctor.examination import CODE, PRINTED, Evidence, Examination, batch_of, compare, logprobs_at, origins, sample_rows
 from strop.doctor.finding import NotMade, Origin, Problem
 from strop.doctor.own_code import answered, trajectory_of
@@ -20,7 +21,6 @@ from strop.recipe.stage import Machine, PlayedKeys, PosedKeys
 from strop.rewards.base import AnswerPart, NotJudged
 from strop.rollout.prompt import load_prompt
 from strop.sandbox.config import TOKEN_VARIABLE, SandboxConfig
-from strop.sandbox.numbers import plain_number
 from strop.stages.loop.engines import check_room
 from strop.training.sft import sft_token_loss, sft_token_statistics
 from strop.types import StopReason, Task, ToolOutcome

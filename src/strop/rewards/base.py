@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from strop import user_code
+from strop.answer_text import boxed
 from strop.errors import ConfigError, did_you_mean
 from strop.registry import Component, place_of
 from strop.rollout.player import EXCLUDED
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.protocol import CodeRunner, PairVerdict, VerifyRequest
-from strop.tasks.boxes import boxed
 from strop.types import Group, StopReason, Task, Trajectory
 
 MAX_WEIGHT = 1e6

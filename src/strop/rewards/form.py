@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from strop.answer_text import boxed
 from strop.rewards.base import (
     ACCURACY,
     CLOSING,
@@ -31,7 +32,6 @@ from strop.rewards.base import (
 from strop.rollout.prompt import AnswerForm
 from strop.rollout.tag_calls import TagCalls
 from strop.rollout.tool_calls import FailedCall
-from strop.tasks.boxes import boxed
 from strop.types import Task, ToolOutcome, Trajectory
 
 _STEPS = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)

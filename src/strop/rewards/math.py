@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
+from strop.answer_text import boxed, exact_match, plain_number
 from strop.config import Config
 from strop.errors import MachineError
 from strop.http import Gatherer
@@ -40,10 +41,8 @@ from strop.rewards.math_text import (
     same_base_and_power,
 )
 from strop.rollout.prompt import AnswerForm
-from strop.sandbox.numbers import exact_match, plain_number
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.verify_process import ProcessVerifier
-from strop.tasks.boxes import boxed
 from strop.types import Task, Trajectory
 
 _NAMELESS = re.compile(r"[∞∅]|\\\{\s*\\\}")  # values without a letter or digit: infinity, the empty set

@@ -14,8 +14,8 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from strop.answer_text import plain_number
 from strop.rewards.math_text import NUMBER_WORDS, TEXT, canonical, written
-from strop.sandbox.numbers import plain_number
 
 Pairs: TypeAlias = list[tuple[str, str]]
 

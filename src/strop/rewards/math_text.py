@@ -16,11 +16,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TypeAlias
 
+from strop.answer_text import BOX, closes_at, exact_match, last_box, plain_number
 from strop.errors import MachineError, UserError
-from strop.sandbox.numbers import exact_match, plain_number
 from strop.sandbox.protocol import PairVerdict
 from strop.sandbox.verify_process import ProcessVerifier
-from strop.tasks.boxes import BOX, closes_at, last_box
 
 MAX_CHARS = 4_000  # of one answer; a longer one is not read
 MAX_NUMBER_CHARS = 200  # of a number with its unit; patterns for numbers never see more of the policy's text

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
+from strop.answer_text import BOX, last_box
 from strop.rewards.base import CLOSING, OPENING, AnswerPart, PositiveWeight, RolloutPart, RunService, final_text
 from strop.rewards.math_text import (
     ask,
@@ -27,7 +28,6 @@ from strop.rewards.math_text import (
     same_base_and_power,
 )
 from strop.rollout.prompt import AnswerForm
-from strop.tasks.boxes import BOX, last_box
 from strop.types import Task, Trajectory
 
 _FORMAT = "</think> <answer>"  # with one space

@@ -21,11 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.answer_text import exact_match
 from strop.errors import DeadlineExceeded, MachineError
 from strop.sandbox.inside import verify as inside_verify
 from strop.sandbox.inside import wire
 from strop.sandbox.inside.verify import EQUAL, STARTED, UNEQUAL, UNREADABLE
-from strop.sandbox.numbers import exact_match
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 
 if TYPE_CHECKING:

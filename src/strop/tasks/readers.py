@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.tasks.boxes import boxed
+from strop.answer_text import boxed
 
 Row = Mapping[str, Any]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from strop.tasks.boxes import boxed
+from strop.answer_text import boxed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.sandbox.numbers import exact_match, plain_number
+from strop.answer_text import exact_match, plain_number
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 GSM8K = DATA / "gsm8k" / "train.jsonl"
