@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from strop.cluster.connection import Connection, _check_listens, nodes_that_do_not_see, unlike_nodes, versions
+from strop.cluster.connection import (
+    Connection,
+    _check_listens,
+    nodes_that_do_not_see,
+    take_engine_nodes,
+    unlike_nodes,
+    versions,
+)
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.errors import ActorsLost, EngineLost, UserError
 from strop.pipeline.plan import roles_of
@@ -162,6 +170,32 @@ def test_a_choice_for_an_engine_waits_for_the_one_before(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(lambda _: connection.take_engine_node()[0].id, range(2)))
     assert sorted(found) == ["0", "1"]
+
+
+def test_what_an_ended_stage_still_looks_for_takes_nothing_from_the_next(monkeypatch):
+    monkeypatch.setattr("strop.cluster.connection._LOOK_S", 0.02)
+    ray = FakeRay(2, 1)
+    connection = ray.connect()
+    connection.place(Roles(ranks=2, gpus_of_rank=1, engines=1, gpus_of_engine=1))
+    connection.take_engine_node()
+    ray.free = [0, 0]
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(connection.take_engine_node)
+        time.sleep(0.1)
+        again = threads.submit(connection.place, Roles(ranks=2, gpus_of_rank=1, engines=1, gpus_of_engine=1))
+        assert isinstance(late.exception(timeout=5), EngineLost)
+        ray.free = [2, 1]
+        assert ids(again.result(timeout=5).engines) == ["1"]
+
+
+def test_engines_that_do_not_all_fit_take_nothing(monkeypatch):
+    monkeypatch.setattr("strop.cluster.connection._FREE_S", 0.0)
+    connection = FakeRay(3).connect()
+    connection.place(Roles(ranks=2, gpus_of_rank=1, gpus_of_engine=1))
+    monkeypatch.setattr("strop.cluster.connection._connection", connection)
+    with pytest.raises(EngineLost):
+        take_engine_nodes(2)
+    assert len(take_engine_nodes(1)) == 1
 
 
 def test_a_node_where_nothing_starts_that_answers_for_it_is_set_aside():

@@ -80,7 +80,9 @@ class Connection:
         self._taken: Counter[str] = Counter()  # GPUs of each node that the stage's processes have, or will have
         self._free_before: dict[str, float] = {}  # GPUs of each node that were free before
         self._lost: set[str] = set()  # nodes that Ray may still take for alive
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # over the agents
+        self._stage = 0  # counts placements
+        self._choosing = threading.Lock()  # over what is placed and taken
 
     def nodes(self) -> list[Node]:
         """Return the nodes that are alive, this one first, with the processors and GPUs that are not taken."""
@@ -166,15 +168,20 @@ class Connection:
 
     def place(self, roles: Roles) -> Placement:
         """Set and return the placement of a stage, which has no processes yet. Raises `UserError` if there is no room."""
-        self._taken.clear()
-        self.placement = found = self.placement_of(roles, self._free_before)
-        self._free_before = {node.id: node.gpus for node in self.nodes()}
-        self._take(found)
+        with self._choosing:  # what the stage before still looks for is not for this one
+            self._stage += 1
+            self._taken.clear()
+        found, nodes = self._choose(roles, self._free_before, takes=True)
+        self.placement, self._free_before = found, {node.id: node.gpus for node in nodes}
         self._engines_left = list(zip(found.engines, found.devices or ((),) * len(found.engines), strict=True))
         return found
 
-    def placement_of(self, roles: Roles, free: Mapping[str, float] = {}, *, takes: bool = False) -> Placement:
-        """Return where it would all go. GPUs of processes that have just ended are free some time later, and waited for.
+    def placement_of(self, roles: Roles) -> Placement:
+        """Return where it would all go. Raises `UserError` if the cluster is too small."""
+        return self._choose(roles)[0]
+
+    def _choose(self, roles: Roles, free: Mapping[str, float] = {}, *, takes: bool = False) -> tuple[Placement, Sequence[Node]]:
+        """Return a placement and the nodes before it. GPUs of processes that have just ended are free later, and waited for.
 
         Args:
             free: GPUs of nodes that are waited for even if fewer are enough: ranks would be divided over more nodes.
@@ -182,10 +189,13 @@ class Connection:
 
         Raises:
             UserError: the cluster is too small.
+            EngineLost: another stage has begun meanwhile.
         """
-        ends_at = time.monotonic() + _FREE_S
+        ends_at, stage = time.monotonic() + _FREE_S, self._stage
         while True:
-            with self._lock:
+            with self._choosing:
+                if takes and stage != self._stage:
+                    raise EngineLost("its stage has ended.")
                 nodes = self.nodes()
                 is_last = all(node.gpus == node.all_gpus for node in nodes) or time.monotonic() > ends_at
                 with contextlib.nullcontext() if is_last else contextlib.suppress(UserError):
@@ -193,7 +203,7 @@ class Connection:
                         found = place(nodes, roles)
                         if takes:
                             self._take(found)
-                        return found
+                        return found, nodes
             time.sleep(_LOOK_S)
 
     def _take(self, found: Placement) -> None:
@@ -215,13 +225,13 @@ class Connection:
         if self.placement.devices:
             raise EngineLost("an engine that shares the trainer's GPUs on a cluster is not replaced before the next stage.")
         try:
-            return self.placement_of(Roles(engines=1, gpus_of_engine=num), takes=True).engines[0], num, ()
+            return self._choose(Roles(engines=1, gpus_of_engine=num), takes=True)[0].engines[0], num, ()
         except UserError as error:
             raise EngineLost(str(error)) from error
 
     def give_back(self, node: Node, gpus: float) -> None:
         """Count the GPUs of a process of the stage that has ended as free."""
-        with self._lock:
+        with self._choosing:
             self._taken[node.id] -= int(gpus)
 
     def find_silent(self, nodes: Sequence[Node]) -> Node | None:
@@ -365,7 +375,15 @@ def take_engine_nodes(num: int) -> list[tuple[Node, int, tuple[int, ...]]] | Non
     """Return what `take_engine_node` does for each of `num` engines, or None if only this machine is used."""
     if _connection is None or _connection.placement is None:
         return None
-    return [_connection.take_engine_node() for _ in range(num)]
+    taken: list[tuple[Node, int, tuple[int, ...]]] = []
+    try:
+        for _ in range(num):
+            taken.append(_connection.take_engine_node())
+    except EngineLost:
+        for node, gpus, _ in taken:
+            _connection.give_back(node, gpus)
+        raise
+    return taken
 
 
 def _check_listens(address: str) -> None:
