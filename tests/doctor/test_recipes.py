@@ -139,14 +139,15 @@ def made(diagnosis):
 
 
 def test_a_corpus_that_is_not_there_is_a_problem_of_its_tool_and_every_check_is_made(recipe_path, service, run):
-    diagnosis = run(examine_file(recipe_path, [service, CORPUS], model=None))
+    limits = "stages.rl.limits.max_calls_per_tool={wiki=3}"
+    diagnosis = run(examine_file(recipe_path, [service, CORPUS, limits], model=None))
     (problem,) = diagnosis.problems
     assert problem.check == "tools.wiki"
     assert problem.detail.endswith("nowhere.json: no such file of search results.")
     assert made(diagnosis) == [name for name in CHECKS if name not in ("your code", "prompts")]  # which have nothing to do
 
 
-def test_an_interpreter_that_is_not_there_is_a_problem_of_the_engine_and_the_others_checks_are_made(recipe_path, service, run):
+def test_an_interpreter_that_is_not_there_is_a_problem_of_the_engine_and_the_other_checks_are_made(recipe_path, service, run):
     diagnosis = run(examine_file(recipe_path, [service, *NO_INTERPRETER], model=None))
     (problem,) = diagnosis.problems
     assert problem.check == "engine"

@@ -75,10 +75,10 @@ async def examine_parts(
     progress("sampling rollouts")
     examination = await try_out(parts)
     findings = list(faults)
-    is_of_another = any(fault.check == "engine" for fault in faults)
+    has_stand_in = any(fault.check == "engine" for fault in faults)
     for name, check in CHECKS.items():
         progress(f"checking: {name}")
-        if is_of_another and name in _OF_ENGINE:
+        if has_stand_in and name in _OF_ENGINE:
             findings.append(Finding(check=name, detail="not made: the recipe's engine cannot be opened", is_made=False))
         else:
             findings.append(await _finding(name, check, examination))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,7 +25,7 @@ from strop.engine.protocol import CompletionRequest, InferenceEngine
 from strop.errors import ConfigError, MachineError, ModelError, UserError
 from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import PlayedKeys, Product
+from strop.recipe.stage import PlayedKeys, Product, Stage
 from strop.reports.trackers import Progress
 from strop.rewards import RunService, make_reward
 from strop.rewards.base import Reward
@@ -127,7 +128,8 @@ async def open_parts(
                 raise
             except UserError as error:
                 fault(Finding.from_message(f"tools.{key}", str(error)))
-        recipe = recipe.model_copy(update={"tools": kinds})
+        if len(kinds) < len(recipe.tools):
+            recipe = recipe.model_copy(update={"tools": kinds, "stages": _with_limits_of(recipe.stages, tools)})
         tasks = {name: _first_tasks(recipe, name) for name, stage in recipe.stages.items() if stage.plays}
         if not tasks:
             raise ConfigError(f"recipe {recipe.name!r} has no stage that plays tasks, so there is nothing to examine.")
@@ -158,9 +160,12 @@ async def open_parts(
         except UserError as error:
             if isinstance(config, EngineConfig) or isinstance(error, ModelError):
                 raise
-            fault(Finding.from_message("engine", str(error)))
             stand_in = EngineConfig(slots=config.slots, max_length=longest + _ROOM, dtype=config.dtype)
-            [engine] = await open_engines(directory, stand_in, detokenize=chat.decode)
+            try:
+                [engine] = await open_engines(directory, stand_in, detokenize=chat.decode)
+            except ModelError:  # which only the server implements
+                raise error from None
+            fault(Finding.from_message("engine", str(error)))
         opened.push_async_callback(engine.close)
         reward = make_reward(stage.reward, runner)
         opened.push_async_callback(reward.close)
@@ -205,6 +210,17 @@ async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> RunService:
         raise MachineError(reason)
 
     return ScriptedSandbox(answer=refuse)
+
+
+def _with_limits_of(stages: Mapping[str, Stage[Any]], tools: Sequence[Tool]) -> dict[str, Stage[Any]]:
+    """`stages` without limits on calls of other tools than `tools`."""
+    names, limited = {tool.spec.name for tool in tools}, dict(stages)
+    for key, stage in stages.items():
+        if isinstance(stage.config, PlayedKeys):
+            limits = stage.config.limits
+            left = {name: num for name, num in limits.max_calls_per_tool.items() if name in names}
+            limited[key] = stage.replaced(limits=limits.model_copy(update={"max_calls_per_tool": left}))
+    return limited
 
 
 async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -> tuple[str, Path, str]:
