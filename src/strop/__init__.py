@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe as Recipe
     from strop.recipe.stage import Stage as Stage
     from strop.rewards.base import Reward as Reward
-    from strop.rollout import own_environment
+    from strop.rollout.own_environment import OwnEnvironment as Environment
     from strop.rollout.own_environment import TextEnvironment as TextEnvironment
     from strop.sandbox import Sandbox as Sandbox
     from strop.stages.evaluation import Eval as Eval
@@ -40,7 +40,28 @@ if TYPE_CHECKING:
     from strop.types import Trajectory as Trajectory
     from strop.types import Turn as Turn
 
-    Environment = own_environment.OwnEnvironment
+__all__ = [  # read by tools that do not run this
+    "RL",
+    "SFT",
+    "ConfigError",
+    "Environment",
+    "Eval",
+    "Group",
+    "Method",
+    "Recipe",
+    "Reward",
+    "Sandbox",
+    "Stage",
+    "Task",
+    "TaskSource",
+    "TextEnvironment",
+    "Tool",
+    "Trajectory",
+    "Turn",
+    "load_recipe",
+    "tool",
+    "train",
+]
 
 _MODULES = {
     "ConfigError": "strop.errors",
@@ -64,7 +85,6 @@ _MODULES = {
     "tool": "strop.tools.function",
     "train": "strop.pipeline.from_python",
 }
-__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

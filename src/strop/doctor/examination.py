@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -212,7 +211,7 @@ async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> RunService:
     return ScriptedSandbox(answer=refuse)
 
 
-def _with_limits_of(stages: Mapping[str, Stage[Any]], tools: Sequence[Tool]) -> dict[str, Stage[Any]]:
+def _with_limits_of(stages: Mapping[str, Stage], tools: Sequence[Tool]) -> dict[str, Stage]:
     """`stages` without limits on calls of other tools than `tools`."""
     names, limited = {tool.spec.name for tool in tools}, dict(stages)
     for key, stage in stages.items():

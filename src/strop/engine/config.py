@@ -38,10 +38,16 @@ def measured_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 def _product_s(width: int, device: torch.device, dtype: torch.dtype, tries: int) -> float:
     import torch
 
+    from strop.engine.torch.cpu.products import beats_mkl
+    from strop.engine.torch.cpu.products import multiply as multiply_by_onednn
+
     left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
 
     def multiply() -> None:
-        left @ right
+        if beats_mkl(left, right):  # as trainers do
+            multiply_by_onednn(left, right)
+        else:
+            left @ right
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -82,16 +82,17 @@ async def train(
     check_stages(recipe, unfinished, run=run)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)  # starts no thread yet; the manifest records the number
-    async with AsyncExitStack() as opened:
+    # The lock is taken late and held longest: until the processes of the cluster have ended.
+    async with AsyncExitStack() as held, AsyncExitStack() as opened:
         if is_begun := run.lock.exists():
-            opened.enter_context(locked(run))
+            held.enter_context(locked(run))
         connection = opened.enter_context(connected(recipe.cluster, directory))
         if connection is not None:
             check_nodes(connection, recipe, unfinished)
         if not is_begun:  # a start that is refused leaves nothing
             with writing_to(directory):
                 directory.mkdir(parents=True, exist_ok=True)
-            opened.enter_context(locked(run))
+            held.enter_context(locked(run))
         selected = select(run, recipe, command, until=until, start=start, only=only)
         events = opened.enter_context(closing(LineWriter(run.events)))
 

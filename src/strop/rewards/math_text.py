@@ -1,4 +1,4 @@
-r"""Writes answers to mathematical problems in one notation, of which there are two, and compares them.
+r"""Two plain notations for answers to mathematical problems, and comparisons in them.
 
 `normal_form` is for comparisons as texts, which need algebra for the rest; that runs in a process of this machine. `canonical`
 is what `math_answers` reads: one sign for each thing, numbers in digits, nothing around the answer. It does not change what a

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
 from strop.errors import MachineError
@@ -61,7 +61,7 @@ class Session(AsyncContext):
         await self._service.close_session(self.name)
 
 
-class Sandbox(AbstractContextManager["Sandbox"]):
+class Sandbox:
     """Runs programs from plain code; many threads may call it at once.
 
         with Sandbox() as box:
@@ -154,11 +154,14 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         await self._opened.aclose()
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class SandboxSession(AbstractContextManager["SandboxSession"]):
+class SandboxSession:
     """A `Session` behind plain calls; made by `Sandbox.session`."""
 
     def __init__(self, box: Sandbox, session: Session) -> None:
@@ -177,9 +180,13 @@ class SandboxSession(AbstractContextManager["SandboxSession"]):
         """Safe to call twice."""
         self._box._wait(self._session.close())
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
 async def _collect(service: CodeService, request: VerifyRequest) -> list[PairVerdict]:
-    return [verdict for _, verdict in sorted([judged async for judged in service.verify(request)])]
+    verdicts = {index: verdict async for index, verdict in service.verify(request)}
+    return [verdicts[index] for index in range(len(request.pairs))]

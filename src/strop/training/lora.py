@@ -130,7 +130,7 @@ def _none_moves_to_meta() -> Iterator[None]:
     move = nn.Module.to
 
     def stay_or_move(module: nn.Module, *place: Any, **options: Any) -> nn.Module:
-        return module if torch.device("meta") in place else move(module, *place, **options)
+        return module if torch.device("meta") in (*place, *options.values()) else move(module, *place, **options)
 
     nn.Module.to = stay_or_move  # type: ignore[assignment,method-assign]
     try:

@@ -58,7 +58,7 @@ def _receive(line: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 class Session:
-    """Handles the packets on the line of a session, until its end. A seqpacket socket, so packets are never split."""
+    """Handles the packets on the line of a session, a seqpacket socket, which never splits them, until its end."""
 
     def __init__(self, confinement: confine.Confinement, line: _socket.socket) -> None:
         self._confinement = confinement

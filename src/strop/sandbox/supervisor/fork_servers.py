@@ -147,7 +147,11 @@ class ForkServer:
         return self.num_alive <= (self._spare is not None)
 
     async def hello(self) -> None:
-        """Return when it is ready. Raises `MachineError` with its own message when it cannot isolate or start: lose it then."""
+        """Return when it is ready.
+
+        Raises:
+            MachineError: with its own message, it cannot isolate or start. The caller then calls `lose`.
+        """
         done, _ = await asyncio.wait({self._hello}, timeout=_START_LIMIT_S)
         if not done:
             raise MachineError(f"a fork server of the sandbox did not start within {_START_LIMIT_S:.0f} s")

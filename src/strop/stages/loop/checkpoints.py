@@ -54,7 +54,7 @@ class CheckpointedKeys(Stage.Config):
 
         Args:
             rows, longest: of an update; tokens of the longest row.
-            num_saved: tokens of an update's rows that others compute.
+            num_saved: tokens of an update that rows share with others, computed once.
 
         With an adapter the policy without it is the reference, and weights have no gradients or moments.
         """

@@ -90,16 +90,16 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
         return multiply(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, of_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
-        rows, of_rows = inputs.flatten(0, -2), of_outputs.flatten(0, -2)
-        of_weight = None
+        of_rows, of_weight = of_outputs.flatten(0, -2), None
         if needs_weight:  # with AVX2 only, MKL is the faster one
+            rows = inputs.flatten(0, -2)
             has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
             of_weight = multiply(of_rows.t(), rows.t()) if has_avx512 else of_rows.t() @ rows
         return multiply(of_outputs, weight.t()) if needs_inputs else None, of_weight, of_rows.sum(0) if needs_bias else None
