@@ -64,7 +64,7 @@ def measure(console: Console, engines: Mapping[str, Sequence[SimulatedMachine]])
     is_whole = all(
         each["scheduler/turns"] == num_turns and each["scheduler/tool_turns"] == len(calls) for each in runs.values()
     )
-    lost = sum(each["evictions"] + each["recomputed_tokens"] for each in runs.values())
+    lost = sum(each["scheduler/evictions"] + each["scheduler/recomputed_tokens"] for each in runs.values())
     micros = max(each["scheduling_us_per_event"] for each in runs.values())
     return {"num_calls": len(calls), "call_s": sum(calls), "runs": runs}, {
         "calls_every_turn_and_call_once": {"value": is_whole, "bar": "== True", "holds": is_whole},
