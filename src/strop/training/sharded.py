@@ -31,6 +31,7 @@ from strop.training.batch import World
 from strop.training.config import TrainerConfig
 from strop.training.logprobs import LogprobModule
 from strop.training.models import require_config
+from strop.training.weights import layers_of
 
 _STORED = "strop_stored"  # of a parameter that `divide` is to read: its name in the files
 
@@ -203,7 +204,7 @@ def divide(
     Read this rank's part of what a `model_without_weights` brought into it, from the same directory. Raises as `read_parts`.
     """
     stored = {name: getattr(parameter, _STORED) for name, parameter in root.named_parameters() if parameter.is_meta}
-    for layer in [module for module in root.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]:
+    for layer in layers_of(root):
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
     fully_shard(root, mesh=world.mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)
     for module in root.modules():

@@ -25,7 +25,8 @@ class Matrix:
 
     A product on a CPU rearranges its weight first, every time, unless the weight is packed beforehand: with 64 rows of
     SmolLM2-135M that is a fifth of the time in bfloat16, with 8 more than a third, and in float32, where oneDNN multiplies
-    packed weights and MKL others, a quarter to two thirds. Packing loses nothing: `dense` gives every bit back.
+    packed weights and MKL others, a quarter to two thirds on a processor of AMD. Packing loses nothing: `dense` gives every
+    bit back.
     """
 
     def __init__(

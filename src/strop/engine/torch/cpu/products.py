@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
+_TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 _PART_ROWS = 8192  # of a weight that are multiplied at once
 _SMALL = 2**18  # elements of a float32 weight: a decode step's product with a packed one takes 20 us more to call
 _FEW = 2**24  # multiplications of a float32 product: a call of oneDNN takes 20 us more
@@ -34,12 +34,14 @@ def multiply_into(
 
 def pack(weight: Tensor) -> Tensor:
     """Return the weight in the layout of this machine's products; `to_dense` gives every bit back."""
-    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS))
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS))
 
 
 def pays_to_pack(num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether decode steps multiply a packed weight of so many elements faster."""
-    return (dtype is not torch.float32 or num_elements >= _SMALL) and _can_pack(dtype, device)
+    """Return whether decode steps multiply a packed weight of so many elements faster; in float32 see `beats_mkl`."""
+    if dtype is torch.float32 and (num_elements < _SMALL or _is_mkl_best()):
+        return False
+    return _can_pack(dtype, device)
 
 
 @cache
@@ -64,7 +66,7 @@ def beats_mkl(inputs: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN multiplies these faster than MKL: in float32, on processors that are not Intel's.
 
     There MKL does not use AVX-512: on an AMD EPYC, products of 1088 rows with weights of SmolLM2-135M reach 210 GFLOP/s by MKL
-    and 340 to 500 by oneDNN; with AVX2 only 210 and 185 to 255.
+    and 340 to 500 by oneDNN; with AVX2 only 210 and 185 to 255. No processor of Intel was measured.
     """
     if inputs.dtype is not torch.float32 or weight.dtype is not torch.float32 or inputs.device.type != "cpu":
         return False
