@@ -15,8 +15,9 @@ from strop.recipe.recipe import Recipe, resolve
 from strop.registry import from_keys
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.evaluation import Eval
+from strop.stages.filter import Filter, why_dropped
 from strop.stages.mix import Mix
-from strop.stages.sampled import Filter, RejectionSampling, foreign_share, reasons, why_dropped
+from strop.stages.rejection_sampling import RejectionSampling, foreign_share, reasons
 from strop.tasks.files import writing_rows
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 

@@ -7,7 +7,7 @@ import pytest
 
 from strop.errors import TaskError
 from strop.rewards.language import scripts_of
-from strop.stages.sampled import foreign_share
+from strop.stages.rejection_sampling import foreign_share
 from strop.tasks.demonstrators import ArithmeticDemonstrator
 from strop.types import Task
 

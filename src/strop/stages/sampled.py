@@ -1,39 +1,30 @@
-"""Stages that play a fixed set of tasks with a policy that does not learn from it, and keep what it gets right.
+"""The base of stages that play a fixed set of tasks with a policy that does not learn from it.
 
-`filter` keeps tasks and `rejection_sampling` conversations. Evaluations play their tasks in the same way.
+`filter` and `rejection_sampling` keep what it gets right. Evaluations play their tasks in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from strop.curation.rules import Outcome, outcome_of
 from strop.errors import MachineError, TaskError
-from strop.evaluation.metrics import verdict_of
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Product, Sampled, StageResult, check_differ
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, check_differ
 from strop.reports.number_format import counted
-from strop.rewards.base import written
-from strop.rewards.language import scripts_of
 from strop.runs.lineage import weights_digest
-from strop.stages.context import StageContext, conversation_maker, load_chat, product_of, tasks_to_play
+from strop.stages.context import StageContext, product_of, tasks_to_play
 from strop.stages.loop.engines import MachineStage, task_files, tasks_there
 from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
 from strop.stages.loop.rollouts import open_player
-from strop.tasks.files import writing_rows
-from strop.types import Group, ScoredTrajectory
+from strop.types import Group
 
 _TASKS_AT_ONCE = 256  # their rollouts are held in memory until their groups are closed
-_CALLS = re.compile(r"<(tool_call|python)>.*?(?:</\1>|\Z)", re.DOTALL)
-_EAST_ASIAN = frozenset({"han", "kana"})  # Japanese writes with both
 
 
 class FixedSetKeys(PlayedKeys):
@@ -144,191 +135,8 @@ async def play_tasks(
     context.warn(f"{num_void} rollouts are void and are not counted. {why}")
 
 
-class Filter(FixedSetStage):
-    """Keeps the tasks that a policy gets right neither too often nor too rarely.
-
-    rStar2-Agent (arXiv 2508.20722), section 4.3, drops those that are right 8 times of 8.
-    """
-
-    makes = Product.TASKS
-
-    class Config(SampledKeys):
-        """Keys of `kind = "filter"`."""
-
-        min_right: int = Field(default=0, ge=0, description="Fewest right rollouts of a task that is kept.")
-        max_right: int | None = Field(
-            default=None, ge=0, description="Most right rollouts of a task that is kept. Default: k - 1."
-        )
-
-        @property
-        def most_right(self) -> int:
-            return self.k - 1 if self.max_right is None else self.max_right
-
-        @model_validator(mode="after")
-        def _keeps_something(self) -> Self:
-            if not self.min_right <= self.most_right <= self.k:
-                raise ValueError(
-                    f"min_right is {self.min_right} and max_right {self.most_right} of k = {self.k} rollouts. Choose min_right"
-                    " <= max_right <= k."
-                )
-            return self
-
-    config: Config
-
-    async def run(self, context: StageContext) -> StageResult:
-        """Play, judge and write. Raises `TaskError` if no task is kept."""
-        config, directory = self.config, context.directory
-        num_kept = num_dropped = num_unknown = 0
-        first, verdict = "", verdict_of(config.reward)
-        with (
-            writing_rows(directory.dropped) as drop,
-            writing_rows(directory.kept) as keep,
-            writing_rows(directory.outcomes) as add_outcome,
-        ):
-            async for group in play_tasks(context, config, seed=context.seed("rollouts")):
-                outcome = outcome_of(group, verdict)
-                add_outcome(asdict(outcome))
-                if reason := why_dropped(outcome, config):
-                    num_dropped += 1
-                    first = first or reason
-                    counts = {"num_right": outcome.num_right, "num_judged": outcome.num_judged}
-                    drop(asdict(group.task) | {"reason": reason, **counts})
-                else:
-                    num_kept += 1
-                    num_unknown += not outcome.num_judged
-                    keep(asdict(group.task))
-        num = num_kept + num_dropped
-        if not num_kept:
-            raise TaskError(
-                f"stages.{context.name}: none of {num} tasks has {config.min_right} to {config.most_right} right rollouts of"
-                f" {config.k}; of the first: {first}. Loosen min_right or max_right, or give it other tasks. All reasons are in"
-                f" {directory.dropped}."
-            )
-        unknown = f" ({num_unknown} of them without a verdict)" if num_unknown else ""
-        summary = f"{num_kept} of {num} tasks kept{unknown}, {num_dropped} dropped"
-        return StageResult(summary=summary, product=directory.kept)
-
-
-def why_dropped(outcome: Outcome, stage: Filter.Config) -> str:
-    """Return why a task is dropped; empty if it is kept.
-
-    A rollout without a verdict may be right or wrong: a task is dropped only if no verdict on it could change that.
-    """
-    num_right, num_unknown = outcome.num_right, max(0, stage.k - outcome.num_judged)
-    of = f"{num_right} of {stage.k} rollouts are right" + (f", {num_unknown} void" if num_unknown else "")
-    if num_right > stage.most_right:
-        return f"{of}, more than max_right = {stage.most_right}: too easy"
-    if num_right + num_unknown < stage.min_right:
-        return f"{of}, fewer than min_right = {stage.min_right}: too hard, or its answer is wrong"
-    return ""
-
-
 def why_not_right(is_right: bool | None) -> str:
     """Return why an attempt with this verdict is not kept; empty if it is right."""
     if is_right is None:
         return "no verdict: no part of the reward says whether it is right"
     return "" if is_right else "wrong: its answer is not right"
-
-
-class RejectionSampling(FixedSetStage):
-    """Keeps the right rollouts of a policy as conversations to imitate; DeepSeek-R1 (arXiv 2501.12948) section 2.3.
-
-    Which figures R1 used is not published.
-    """
-
-    makes = Product.CONVERSATIONS
-
-    class Config(SampledKeys):
-        """Keys of `kind = "rejection_sampling"`."""
-
-        max_per_task: int | None = Field(default=None, ge=1, description="Rollouts to keep of a task, at most. Default: all.")
-        drop_repeats: bool = Field(default=True, description="Keep only the first of a task's rollouts with the same tokens.")
-        max_foreign_share: float = Field(
-            default=0.0, ge=0, le=1, description="Largest share of words in another script than most words."
-        )
-        max_paragraph_chars: int = Field(default=2000, ge=1, description="Longest paragraph, in characters.")
-        allow_code_blocks: bool = Field(default=False, description="Keep rollouts with ``` outside of tool calls.")
-
-    config: Config
-
-    async def run(self, context: StageContext) -> StageResult:
-        """Sample, judge and write the conversations. Raises `TaskError` if nothing is kept."""
-        config, directory = self.config, context.directory
-        make_row = conversation_maker(context, config.prompt, load_chat(product_of(context.run, config.init)))
-        verdict = verdict_of(config.reward)
-        why: Counter[str] = Counter()
-        num_tasks = num_kept = num_void = 0
-        with (
-            writing_rows(directory.dropped) as drop,
-            writing_rows(directory.kept) as keep,
-            writing_rows(directory.outcomes) as add_outcome,
-        ):
-            async for group in play_tasks(context, config, seed=context.seed("rollouts")):
-                num_tasks += 1
-                num_void += group.num_void
-                add_outcome(asdict(outcome_of(group, verdict)))
-                for scored, reason in zip(group.trajectories, reasons(group, config), strict=True):
-                    row = make_row(group.task, scored.trajectory)
-                    if reason:
-                        why[reason.partition(":")[0]] += 1
-                        shown = {name: row[name] for name in ("id", "source", "messages")}
-                        drop(shown | {"reason": reason, "answer": group.task.answer})
-                    else:
-                        num_kept += 1
-                        keep(row)
-        dropped = ", ".join(f"{num} {reason}" for reason, num in why.most_common()) or "none"
-        if not num_kept:
-            raise TaskError(
-                f"stages.{context.name}: no rollout of {num_tasks} tasks is kept: {dropped}. Sample more (k), give it easier"
-                f" tasks, or loosen its rules. All reasons are in {directory.dropped}."
-            )
-        void = f"; {num_void} are void" if num_void else ""
-        summary = f"{num_kept} conversations of {num_tasks} tasks kept; dropped: {dropped}{void}"
-        return StageResult(summary=summary, product=directory.kept)
-
-
-def reasons(group: Group, stage: RejectionSampling.Config) -> list[str]:
-    """Why each rollout of a group is dropped, in order; empty for one that is kept."""
-    found = []
-    said: set[tuple[tuple[int, ...], ...]] = set()
-    num_kept = 0
-    for scored in group.trajectories:
-        ids = tuple(turn.completion.ids for turn in scored.trajectory.turns)
-        reason = why_rejected(scored, stage)
-        if not reason and stage.drop_repeats and ids in said:
-            reason = "repeated: the same as one that is kept"
-        if not reason and stage.max_per_task is not None and num_kept >= stage.max_per_task:
-            reason = f"enough: max_per_task = {stage.max_per_task} of its task are kept"
-        if not reason:
-            said.add(ids)
-            num_kept += 1
-        found.append(reason)
-    return found
-
-
-def why_rejected(scored: ScoredTrajectory, stage: RejectionSampling.Config) -> str:
-    """What is wrong with a rollout by itself; empty where nothing is."""
-    if reason := why_not_right(verdict_of(stage.reward)(scored)):
-        return reason
-    if scored.trajectory.is_truncated:
-        return "truncated: it ran out of tokens"
-    text = _CALLS.sub(" ", written(scored.trajectory))
-    if not stage.allow_code_blocks and "```" in text:
-        return "code block: it has one outside of a tool call"
-    apart = "\n\n".join(turn.completion_text for turn in scored.trajectory.turns)  # where a tool has answered, too
-    longest = max(len(each.strip()) for each in re.split(r"\n\s*\n", _CALLS.sub("\n\n", apart)))
-    if longest > stage.max_paragraph_chars:
-        return f"long paragraph: of {longest} characters"
-    if (share := foreign_share(text)) > stage.max_foreign_share:
-        return f"mixed languages: {share:.1%} of its words are in another script than most"
-    return ""
-
-
-def foreign_share(text: str) -> float:
-    """Words in another script than most words of `text`, as a share of all.
-
-    Code, mathematics and single Latin or Greek letters, which name variables, count nowhere.
-    """
-    scripts = Counter("East Asian" if script in _EAST_ASIAN else script for script in scripts_of(text))
-    total = scripts.total()
-    return 1 - max(scripts.values()) / total if total else 0.0
