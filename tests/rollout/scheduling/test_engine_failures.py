@@ -117,6 +117,37 @@ def test_replacements_of_a_step_are_bounded_and_then_the_rest_goes_on_or_the_bat
     run(scenario)
 
 
+def test_a_batch_that_lasts_replaces_as_many_engines_again_after_each_publication():
+    async def scenario():
+        async def open_another(place, name):
+            return FragileEngine(policy_version=pool.policy_version)
+
+        watcher, publisher = Watcher(), Publisher()
+        pool = pool_of(
+            FragileEngine(),
+            FragileEngine(),
+            watcher=watcher,
+            open_another=open_another,
+            config=SchedulerConfig(max_replacements=1),
+        )
+        async with pool.batch(shared=True):
+            for name in ("engine-0", "engine-1"):
+                pool.remove(pool._engines[name], EngineLost("its process has ended"))
+            await pool.replacement_settled()
+            assert list(pool.engines) == ["engine-0.2"]
+            for version, lost in ((1, "engine-1"), (2, "engine-0.2"), (3, "engine-1.2")):
+                await pool.publish(partial(publisher.publish, version=version), version=version)
+                await pool.replacement_settled()
+                if lost in pool.engines:
+                    pool.remove(pool._engines[lost], EngineLost("its process has ended"))
+                await pool.replacement_settled()
+                assert len(pool.engines) == 2, version
+        assert watcher.of("not replaced") == ["engine-1"]
+        await pool.close()
+
+    run(scenario)
+
+
 def test_rollouts_that_no_engine_that_is_left_can_hold_end_the_batch_with_their_number():
     async def scenario():
         large, small = FragileEngine(), FragileEngine(max_request_tokens=40)

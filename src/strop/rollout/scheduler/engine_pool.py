@@ -59,8 +59,8 @@ class EnginePool:
     """Engines of any sizes behind the scheduler that `config` describes. One batch of rollouts runs at a time.
 
     An engine that dies, hangs, gives an invalid answer or holds other weights than the published ones is removed: it is
-    reported to `observer`, closed, and replaced with `open_another`, up to `config.max_replacements` times a batch. Later
-    batches replace the rest. Its rollouts continue on other engines from their last finished turn or piece.
+    reported to `observer`, closed, and replaced with `open_another`, up to `config.max_replacements` times a step. Later
+    steps replace the rest. Its rollouts continue on other engines from their last finished turn or piece.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EnginePool:
         self._closing: set[asyncio.Task[None]] = set()
         self._open_another = open_another
         self._opening: set[asyncio.Task[None]] = set()  # replacements
-        self._num_replaced = 0  # in this batch
+        self._num_replaced = 0  # in this step
         self._missing: dict[int, str] = {}  # lost engines that were not replaced, by index
         for index, engine in enumerate(engines):
             self._join(self._pooled(engine, index))
@@ -141,6 +141,8 @@ class EnginePool:
             finally:
                 self.oldest_version = version
         self._may_send.set()
+        if self._batch is not None:  # which may last as long as its stage
+            self._replace_missing()
         for engine in engines:
             if engine.weights_error is not None and engine.name in self._engines:  # else the pool was closed in the meantime
                 self.remove(engine, engine.weights_error)
@@ -190,9 +192,7 @@ class EnginePool:
 
     def _open_batch(self) -> RolloutBatch:
         self._may_send.set()  # weights do not change while they are sampled from
-        self._num_replaced = 0
-        for index, lost in list(self._missing.items())[: self.config.max_replacements]:
-            self._replace(lost, index)
+        self._replace_missing()
         self._check_not_empty()
         batch = RolloutBatch(self)
         for engine in self._engines.values():
@@ -246,8 +246,14 @@ class EnginePool:
         if self.is_replacing:
             await asyncio.wait(self._opening, return_when=asyncio.FIRST_COMPLETED)
 
+    def _replace_missing(self) -> None:
+        """A new step may replace engines again: first those that were lost before."""
+        self._num_replaced = 0
+        for index, lost in list(self._missing.items())[: self.config.max_replacements]:
+            self._replace(lost, index)
+
     def _replace(self, lost: str, index: int) -> None:
-        """Open another engine in place of `lost`, unless this batch has done so too often."""
+        """Open another engine in place of `lost`, unless this step has done so too often."""
         if self._open_another is None:
             return
         if self._num_replaced >= self.config.max_replacements:
