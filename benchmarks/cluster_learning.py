@@ -57,7 +57,7 @@ def main() -> int:
     one_process = [seed["grpo_roc"] for seed in read_json(ROOT / "experiments" / "results" / "demo.json")["figures"].values()]
     after, before = found["after"]["accuracy"], found["before"]["accuracy"]
     lowest = min(each["after"]["accuracy"] for each in one_process)
-    lost = [event for event in events if event["event"] in ("engine_lost", "trainer_restarted")]
+    lost = [event for event in events if event["event"] in ("engine_lost", "stage_restarted")]
     bars = {
         "accuracy before RL": {"value": before, "bar": "<= 0.5", "holds": before <= 0.5},
         "accuracy after RL": {"value": after, "bar": ">= 0.9", "holds": after >= 0.9},

@@ -1,5 +1,6 @@
 """Where ranks, engines and code services go, and what is said when they cannot be placed."""
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -24,6 +25,7 @@ from strop.cluster.connection import (
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.errors import ActorsLost, EngineLost, UserError
 from strop.pipeline.plan import roles_of
+from strop.pipeline.run import _place
 from strop.recipe.load import load_recipe
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
@@ -76,7 +78,7 @@ class FakeRay:
     def remote(self, kind):
         return self
 
-    def options(self, *, node, max_concurrency):
+    def options(self, *, node, **_):
         run = SimpleNamespace(remote=lambda message: (node, message))
         return SimpleNamespace(remote=lambda: SimpleNamespace(run=run))
 
@@ -99,6 +101,20 @@ def test_ranks_fill_nodes_evenly_and_engines_take_the_gpus_that_are_left():
         "10.0.0.2: 2 engines",
         "10.0.0.3: 1 engine",
     ]
+
+
+def test_a_stage_starts_again_on_the_nodes_that_are_left_though_they_are_fewer_than_the_code_services():
+    recipe = load_recipe(DEMO, ["cluster.address=auto", "cluster.sandbox_nodes=3"])
+    connection, noted = FakeRay(0, 0, 0).connect(), []
+    context = SimpleNamespace(
+        recipe=recipe,
+        name="rl",
+        event=lambda event, **fields: noted.append(fields),
+        progress=SimpleNamespace(note=noted.append),
+    )
+    connection.set_aside(connection.nodes()[2], "it is silent")
+    asyncio.run(_place(connection, context))
+    assert noted[0]["nodes"] == ["10.0.0.0: 1 engine, 1 code service", "10.0.0.1: 1 code service"]
 
 
 def test_ranks_go_to_as_few_nodes_as_have_the_gpus():

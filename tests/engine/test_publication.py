@@ -19,7 +19,7 @@ from strop.engine.protocol import checksum_of, digests_of, weights_checksum
 from strop.engine.publication import Publication
 from strop.engine.published_files import write_files
 from strop.engine.servers.extension import strop_weights_proof
-from strop.errors import MachineError, ModelError, WeightsNotProven
+from strop.errors import ActorsLost, MachineError, ModelError, TrainerLost, WeightsNotProven
 
 from .support import Tensors, make_model, named
 
@@ -159,6 +159,33 @@ def test_files_that_could_not_be_written_leave_nothing_and_are_written_for_the_n
             assert not list(shared_memory.iterdir())
             source.write = write
             assert read(await one.files())
+
+    asyncio.run(scenario())
+
+
+def test_what_ended_the_writing_is_named_though_a_node_that_is_lost_cannot_remove_its_files(shared_memory, monkeypatch):
+    lost = []
+
+    def run_on(node, function, *arguments):
+        if node in lost:
+            raise ActorsLost(f"node {node} is not used any more")
+        return function(*arguments)
+
+    monkeypatch.setattr(publication, "run_on", run_on)
+    source = Tensors(named(make_model("llama")))
+    source.nodes = ("first", "second")
+
+    async def cut(directory):
+        lost.append("first")
+        raise TrainerLost("rank 0 of 2 is lost")
+
+    async def scenario():
+        async with Publication(source, version=1) as one:
+            source.write = cut
+            with pytest.raises(TrainerLost, match="rank 0"):
+                await one.write()
+        [left] = shared_memory.iterdir()  # the lost node's
+        assert not list(left.iterdir())
 
     asyncio.run(scenario())
 

@@ -96,6 +96,16 @@ def test_where_no_engine_is_left_the_run_stops_and_the_same_command_goes_on(scri
     assert opened["reused"] == num_finished
 
 
+def test_where_no_engine_is_left_after_a_checkpoint_the_stage_starts_again(scripted_run, tmp_path):
+    recipe = with_engines(1, max_replacements=0, checkpoint_every=1)
+    progress = Watching()
+    done = run_recipe(tmp_path / "run", recipe, make_engine=Mortal({1: 45}), progress=progress)  # in the second step of RL
+    [restart] = events(done.run, "stage_restarted")
+    assert (restart["stage"], restart["from_step"]) == ("rl", 1)
+    assert any("SIGKILL" in each and "rl starts again from step 1." in each for each in progress.warnings)
+    assert_same_outcome(done.run, scripted_run.run)
+
+
 def test_a_step_writes_what_its_engines_did(tmp_path):
     done = run_recipe(tmp_path / "run", with_engines(2))
     lines = {line["step"]: line for line in read_lines(done.run.metrics) if line["stage"] == "rl"}

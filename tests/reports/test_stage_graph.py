@@ -159,7 +159,7 @@ def run(tmp_path):
         ("process_lost", "engine engine-0"),  # one of those two
         ("process_lost", "code service 1"),
         ("process_lost", "the trainer"),
-        ("trainer_restarted", ""),
+        ("stage_restarted", ""),
         ("warning", ""),
     ):
         events.append({"event": event, "stage": "", "time": 13500.0, "process": process})

@@ -39,7 +39,9 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 _HTTP2_SETTINGS = b"\x04"  # of a frame, what stands after its length
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)  # RFC 9113, section 3.4
 _ANSWER_S = 30.0  # of an agent that has something to do
+_COPY_S = 600.0  # of a file: a gigabyte over a slow network, to many nodes at once
 _NUM_LOOKS, _LOOK_S = 7, 0.5  # for the answer of an agent that is only asked how it is
+_NUM_STARTS = 10  # times that an agent which has ended is asked whether Ray has started it again
 _CONNECT_S = 3.5
 _START_S = 60.0
 _FREE_S = 10.0  # until Ray knows that GPUs are free
@@ -128,8 +130,8 @@ class Connection:
         """
         with self._lock:
             if node.id not in self._agents:
-                agent = self.ray.remote(_Agent).options(max_concurrency=16, **self.options(node))
-                self._agents[node.id] = agent.remote()
+                options = {**self.options(node), "max_restarts": -1}  # that one is killed says nothing of its node
+                self._agents[node.id] = self.ray.remote(_Agent).options(max_concurrency=16, **options).remote()
         return self._agents[node.id].run.remote(pickle.dumps((function, arguments)), *values)
 
     def run(self, node: Node, function: Callable[..., _ResultT], *arguments: Any, timeout_s: float = _ANSWER_S) -> _ResultT:
@@ -246,9 +248,20 @@ class Connection:
             try:
                 self.wait(node, ref, 0.0)
             except ActorsLost as error:
+                if isinstance(error.__cause__, self.ray.exceptions.RayActorError) and self._answers_again(node):
+                    continue
                 self.set_aside(node, str(error))
                 return node
         return None
+
+    def _answers_again(self, node: Node) -> bool:
+        """Return whether a node whose agent has ended starts another one. Until then calls of it fail at once."""
+        for _ in range(_NUM_STARTS):
+            with contextlib.suppress(ActorsLost):
+                self.run(node, os.getpid, timeout_s=_LOOK_S)
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
     def set_aside(self, node: Node, why: str) -> None:
         """Use a node no more, though Ray may still take it for alive."""
@@ -356,12 +369,12 @@ def copy_file(source: Node | None, path: Path, node: Node | None, to: Path) -> N
 
     Raises:
         MachineError: the other node has no room for it.
-        ActorsLost: a node does not answer.
+        ActorsLost: a node does not answer, or the file is not there in time.
     """
     assert _connection is not None
     here = _connection.here()
     content = _connection.start(source or here, path.read_bytes)
-    _connection.wait(node or here, _connection.start(node or here, _write, to, values=[content]))
+    _connection.wait(node or here, _connection.start(node or here, _write, to, values=[content]), _COPY_S)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -124,6 +124,7 @@ class Publication:
 
         Raises:
             MachineError: there is no room for them.
+            ActorsLost: a node does not answer, or a file is not there in time.
         """
         if self._directory is not None:
             return self._directory
@@ -142,9 +143,7 @@ class Publication:
             await asyncio.gather(self._writing, return_exceptions=True)
         found = {(node, files) for part in (self._written, self._whole) for node, files in part.items()}
         self._written, self._whole = {}, {}
-        for node, files in found:
-            with contextlib.suppress(ActorsLost):  # a lost node's files are gone, or removed by the next publication there
-                await asyncio.to_thread(run_on, node, published_files.remove_directory, files)
+        await _remove(found)
 
     async def _write(self) -> None:
         assert self._source is not None
@@ -156,8 +155,7 @@ class Publication:
                 made[node] = await asyncio.to_thread(run_on, node, published_files.make_directory, num_bytes)
             self._checksum = await self._source.write([made[node].directory for node in ranks])
         except BaseException:
-            for node, files in made.items():
-                run_on(node, published_files.remove_directory, files)
+            await _remove(made.items())
             raise
         self._written = made
 
@@ -168,3 +166,9 @@ class Publication:
         except Exception as error:
             self.error = error
             raise
+
+
+async def _remove(found: Iterable[tuple[Node | None, PublishedFiles]]) -> None:
+    for node, files in found:
+        with contextlib.suppress(ActorsLost):  # a lost node's files are gone, or removed by the next publication there
+            await asyncio.to_thread(run_on, node, published_files.remove_directory, files)

@@ -22,7 +22,7 @@ from strop.cluster.connection import copy_file, run_on
 from strop.cluster.placement import Node
 from strop.engine.model_directory import UNREADABLE, tensors_in
 from strop.engine.protocol import NamedTensor, digests_of
-from strop.errors import MachineError, WeightsNotProven
+from strop.errors import ActorsLost, MachineError, WeightsNotProven
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,6 +134,7 @@ class PublishedFiles:
 
     directory: Path
     lock: int
+    pid: int
 
 
 def make_directory(num_bytes: int) -> PublishedFiles:
@@ -148,13 +149,14 @@ def make_directory(num_bytes: int) -> PublishedFiles:
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     # Its name only now that it is locked.
-    return PublishedFiles(directory.rename(parent / directory.name.replace(_NEW, _LOCKED)), lock)
+    return PublishedFiles(directory.rename(parent / directory.name.replace(_NEW, _LOCKED)), lock, os.getpid())
 
 
 def remove_directory(files: PublishedFiles) -> None:
-    """Remove the directory in the process that made it."""
+    """Remove the directory, in the process that made it or one that has taken its place."""
     shutil.rmtree(files.directory, ignore_errors=True)
-    os.close(files.lock)
+    if os.getpid() == files.pid:
+        os.close(files.lock)
 
 
 def collect(written: Mapping[Node | None, PublishedFiles], node: Node | None, num_bytes: int) -> PublishedFiles:
@@ -162,6 +164,7 @@ def collect(written: Mapping[Node | None, PublishedFiles], node: Node | None, nu
 
     Raises:
         MachineError: a disk or shared memory is full.
+        ActorsLost: a node does not answer, or a file is not there in time.
     """
     if list(written) == [node]:
         return written[node]
@@ -174,7 +177,8 @@ def collect(written: Mapping[Node | None, PublishedFiles], node: Node | None, nu
                 for name in run_on(source, os.listdir, files.directory):
                     copy_file(source, files.directory / name, node, whole.directory / name)
     except BaseException:
-        run_on(node, remove_directory, whole)
+        with contextlib.suppress(ActorsLost):
+            run_on(node, remove_directory, whole)
         raise
     return whole
 

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from strop import user_code
 from strop.cluster.connection import Connection, connected, ignore
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
-from strop.errors import CannotLearnError, TrainerLost
+from strop.errors import ActorsLost, CannotLearnError, EngineLost, TrainerLost
 from strop.pipeline.plan import check_nodes, check_stages, roles_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Product, StageResult
@@ -38,7 +38,7 @@ from strop.stages.reward_model import with_reward_models
 from strop.tasks.files import keeping_commits
 from strop.tools import open_tools
 
-_MAX_IN_VAIN = 3  # starts of a trainer without a new checkpoint
+_MAX_IN_VAIN = 3  # starts of a stage without a new checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,28 +162,36 @@ def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any]
 
 
 async def _run_placed(connection: Connection | None, context: StageContext, selected: Selected) -> None:
-    """Run a stage on the nodes of a cluster, if there is one. A lost trainer starts again from the last checkpoint."""
-    if connection is None:
-        await _run_stage(context, selected)
-        return
+    """Run a stage, on the nodes of a cluster if there is one. After a loss it starts again from the last checkpoint.
+
+    A process of the trainer is such a loss, and so are all engines, unless they were never there: then they cannot start.
+    """
     num_in_vain = 0
     while True:
-        roles = roles_of(context.recipe, context.name, connection.nodes())
-        nodes = list((await asyncio.to_thread(connection.place, roles)).lines())
-        if nodes:
-            context.event("placed", nodes=nodes)
-            context.progress.note(f"{context.name} on {'; '.join(nodes)}")
+        if connection is not None:
+            await _place(connection, context)
         first = latest_step(context.directory)
         try:
             await _run_stage(context, selected)
             return
-        except TrainerLost as error:
+        except (TrainerLost, ActorsLost, EngineLost) as error:
             now = latest_step(context.directory)
+            has_run = isinstance(error, TrainerLost) or now > first or num_in_vain > 0
             num_in_vain = 1 if now > first else num_in_vain + 1
-            if num_in_vain > _MAX_IN_VAIN:
+            if not has_run or num_in_vain > _MAX_IN_VAIN:
                 raise
-            context.event("trainer_restarted", reason=str(error), from_step=now)
-            context.warn(f"{error} The trainer starts again from step {now}.")
+            context.event("stage_restarted", reason=str(error), from_step=now)
+            context.warn(f"{error} {context.name} starts again from step {now}.")
+
+
+async def _place(connection: Connection, context: StageContext) -> None:
+    nodes = connection.nodes()
+    roles = roles_of(context.recipe, context.name, nodes)
+    # The code services are there already, also where they share the nodes that are left.
+    roles = replace(roles, sandboxes=min(roles.sandboxes, len(nodes)))
+    if placed := list((await asyncio.to_thread(connection.place, roles)).lines()):
+        context.event("placed", nodes=placed)
+        context.progress.note(f"{context.name} on {'; '.join(placed)}")
 
 
 async def _run_stage(context: StageContext, selected: Selected) -> None:

@@ -292,7 +292,7 @@ def _losses(events: list[dict[str, Any]]) -> tuple[str, ...]:
         "node": counts["node_lost"],
         "engine": counts["engine_lost"],
         "code service": sum(process.startswith("code service") for process in of),
-        "trainer": counts["trainer_restarted"],
+        "trainer": of.count("the trainer"),
     }
     return tuple(counted(num, what) for what, num in found.items() if num)
 
