@@ -6,6 +6,7 @@ on; a reward model has the same.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import time
@@ -190,7 +191,7 @@ class DPO(PreferenceStage):
         async with AsyncExitStack() as opened:
             sets = self.open_sets(context, opened, keep)
             steps = checked_steps(context, config, config.num_updates(len(sets.train)))
-            trainer = Trainer.from_directory(init, config.trainer, reference=init, total_updates=steps)
+            trainer = await asyncio.to_thread(Trainer.from_directory, init, config.trainer, reference=init, total_updates=steps)
             opened.push_async_callback(trainer.close)
             held_out = _HeldOut(context, config, trainer, sets.test)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -180,7 +181,7 @@ class SFT(TrainingStage):
                     f" {', '.join(config.data) or 'the demonstrator'} make more."
                 )
             steps = checked_steps(context, config, config.num_updates(len(on_disk)))
-            trainer = Trainer.from_directory(init, config.trainer, total_updates=steps)
+            trainer = await asyncio.to_thread(Trainer.from_directory, init, config.trainer, total_updates=steps)
             opened.push_async_callback(trainer.close)
             validator = None
             if config.validation is not None:
