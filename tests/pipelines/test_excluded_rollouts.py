@@ -47,3 +47,15 @@ def test_a_step_that_is_read_again_has_the_tree_that_it_had(played, tmp_path: Pa
     assert found is not None
     [again] = found[0]
     assert judge_group(object(), again) == judged
+
+
+def test_rollouts_that_a_try_drops_do_not_come_back_with_the_next_one(played, tmp_path: Path):
+    path, chain = tmp_path / "step-000001.jsonl", as_a_chain(played)
+    first = StepLedger(path, weights="w", published={0: "w"})
+    for scored in chain:
+        first.finished(scored)
+    first.close()
+    for reuse in (lambda found: found[:1], lambda found: found):
+        ledger = StepLedger(path, weights="v", published={}, reuse=reuse)
+        ledger.close()
+        assert list(ledger.finished_before) == [chain[0].trajectory.key]

@@ -28,6 +28,7 @@ from strop.run_directory import (
     read_json,
     read_lines,
     write_json,
+    write_lines,
     write_text,
 )
 from strop.stages.context import StageContext
@@ -92,6 +93,10 @@ def _keep_sample(directory: StageDirectory, step: int) -> None:
         write_json(directory.selection(step), selection)
 
 
+def _key_of(line: Mapping[str, Any]) -> RolloutKey:
+    return RolloutKey(**line["rollout"]["trajectory"]["key"])
+
+
 def _task_of(line: bytes) -> int:
     found = _TASK_INDEX.search(line)
     return int(found[1]) if found else -1
@@ -124,6 +129,9 @@ class StepLedger:
         found = {each.trajectory.key: each for each in read_rollouts(rollouts, weights=None if reuse else weights)}
         reused = list(found.values()) if reuse is None else reuse(list(found.values()))
         self.finished_before = {scored.trajectory.key: scored for scored in reused}
+        if reuse is not None and len(reused) < len(found):  # else a later try, which knows newer versions, takes them up again
+            lines = read_lines(rollouts)
+            write_lines(rollouts, [line for line in lines if _key_of(line) in self.finished_before])
         self._recorded = _wall_clock_results(path)
         self._lines = LineWriter(path)
         self._rollouts = LineWriter(rollouts)
