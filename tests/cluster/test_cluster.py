@@ -29,6 +29,10 @@ def weights(run, stage):
     return load_file(run / "stages" / stage / "model" / "model.safetensors")
 
 
+def losses(run):
+    return [json.loads(line)["sft/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def events(run):
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
@@ -46,16 +50,15 @@ def divided(cluster, tmp_path_factory):
     return runs / "divided"
 
 
-def test_training_over_two_machines_is_training_in_one_process(cluster, divided, tmp_path):
-    cluster.run("train", "recipes/demo.toml", "--runs", tmp_path, "--name", "whole", "--until", "sft", *sets(*SMALL))
-    whole = weights(tmp_path / "whole", "sft")
-    for name, tensor in weights(divided, "sft").items():
-        assert torch.allclose(tensor, whole[name], atol=2e-3), name
-    losses = [
-        [json.loads(line)["sft/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (divided, tmp_path / "whole")
-    ]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+def test_training_over_two_machines_and_by_two_ranks_of_one_is_training_in_one_process(cluster, divided, tmp_path):
+    words = ["train", "recipes/demo.toml", "--runs", tmp_path, "--until", "sft"]
+    cluster.run(*words, "--name", "whole", *sets(*SMALL))
+    cluster.run(*words, "--name", "ranks", *sets(*SMALL, "trainer.workers=2"))  # by a Ray of their own
+    whole, expected = tmp_path / "whole", losses(tmp_path / "whole")
+    for run in (divided, tmp_path / "ranks"):
+        assert losses(run) == pytest.approx(expected, abs=1e-3)
+        for name, tensor in weights(run, "sft").items():
+            assert torch.allclose(tensor, weights(whole, "sft")[name], atol=2e-3), name
 
 
 def _rollouts(run):
@@ -76,7 +79,7 @@ def _rollouts(run):
 def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process_plays(cluster, tmp_path):
     words = ["train", "recipes/demo.toml", "--runs", tmp_path, "--until", "rl"]
     shorter = 'stages.rl.reward={kind="sum", parts={length={kind="soft_overlong", max_tokens=60, cache_tokens=50}}}'
-    rollouts = ["stages.rl.steps=2", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
+    rollouts = ["stages.rl.steps=3", "stages.rl.tasks_per_step=4", "stages.rl.group_size=4"]
     small = [*SMALL, "stages.before.num_tasks=4", *rollouts, shorter]  # so soon no answer is right
     cluster.run(*words, "--name", "whole", *sets(*small))
     layout = ["stages.rl.trainer.workers=2", "engine.replicas=2", "cluster.trainer_nodes=2", "cluster.sandbox_nodes=2"]
@@ -88,6 +91,10 @@ def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process
     for name, tensor in weights(tmp_path / "spread", "rl").items():
         assert not torch.allclose(before[name], expected[name], atol=1e-4), name
         assert torch.allclose(tensor, expected[name], atol=1e-4), name
+    for run in (tmp_path / "whole", tmp_path / "spread"):
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rewards = [line["rollout/reward_mean"] for line in steps if line["stage"] == "rl"]
+        assert rewards[0] + 0.05 < rewards[-1]
     placed = [event["nodes"] for event in events(tmp_path / "spread") if event["event"] == "placed" and event["stage"] == "rl"]
     assert placed == [
         [
@@ -100,7 +107,7 @@ def test_ranks_engines_and_code_services_on_three_machines_play_what_one_process
 
 
 def _losses(run):
-    return [event for event in events(run) if event["event"] == "trainer_restarted"]
+    return [event for event in events(run) if event["event"] == "stage_restarted"]
 
 
 def test_a_rank_that_is_cut_off_is_named_and_training_goes_on_from_the_checkpoint(cluster, divided, tmp_path):

@@ -38,7 +38,7 @@ NUM_MACHINES, NUM_TASKS, NUM_ROLLOUTS = 4, 4, 4
 LAYOUT = [
     "sandbox.level=confined",
     "engine.replicas=2",
-    "stages.rl.trainer.workers=2",
+    "stages.rl.trainer.workers=3",  # one of them on a machine that may be cut off
     "stages.rl.trainer.optimizer.lr=1e-5",
     "stages.rl.steps=1000000",
     f"stages.rl.tasks_per_step={NUM_TASKS}",
@@ -47,12 +47,13 @@ LAYOUT = [
     "stages.rl.checkpoint_every=4",
 ]
 ROLES = {"rank-": "rank", "engine-": "engine", "code-service-": "service"}
-WHOLE = Counter(rank=2, engine=2, service=2)
+WHOLE = Counter(rank=3, engine=2, service=2)
 DECK = [
     *[("engine", "kill"), ("engine", "stop"), ("service", "kill"), ("service", "stop"), ("rank", "kill"), ("rank", "stop")],
     *[("service", "kill"), ("engine", "kill"), ("controller", "kill"), ("node", "cut"), ("node", "slow"), ("node", "full")],
+    *[("agent", "kill"), ("trainer", "twice")],
 ]
-NAMED_S = {"service": 2.0, "engine": 5.0, "rank": 5.0, "node": 5.0}
+NAMED_S = {"service": 2.0, "engine": 5.0, "rank": 5.0, "trainer": 5.0, "node": 5.0}
 SLOW_S, FULL_S = 8.0, 6.0
 ON_S = 300.0  # until training goes on
 SMALL_DISK = 'mount -t tmpfs -o size=16m,mode=1777 none "$TMPDIR" && exec "$@"'
@@ -77,7 +78,7 @@ def train(runs, stage, address=""):
     words = ["train", TINY, "--runs", runs, "--name", "chaos", "--only", stage]
     words += [word for key in LAYOUT for word in ("--set", key)]
     if address:
-        words += ["--cluster", address, "--set", "cluster.trainer_nodes=2", "--set", "cluster.sandbox_nodes=2"]
+        words += ["--cluster", address, "--set", "cluster.trainer_nodes=3", "--set", "cluster.sandbox_nodes=2"]
     return [sys.executable, "-m", "strop.cli", *map(str, words)]
 
 
@@ -167,7 +168,7 @@ class Chaos:
         began = time.time()
         act = {"what": what, "how": how, "time": began}
         self.acts.append(act)
-        named = getattr(self, f"_{how}_{what}" if what in ("node", "controller") else "_signal")(what, how, act)
+        named = getattr(self, "_signal" if what in ROLES.values() else f"_{how}_{what}")(what, how, act)
         if named:
             event = self.wait("the loss was named", lambda: _first(named, self.events(began)), 60.0)
             act["named_s"] = event["time"] - began
@@ -184,6 +185,19 @@ class Chaos:
         act |= {"machine": machine, "pid": pid}
         os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         return lambda event: _names(event, what, self.machines.nodes[machine].address)
+
+    def _twice_trainer(self, what, how, act):
+        """A rank, and one of those that start in its place."""
+        before = {pid for _, pid, _ in self._ranks_other_than(())}
+        named = self._signal("rank", "kill", act)
+        self.wait("the trainer was lost", lambda: _first(named, self.events(act["time"])), 60.0)
+        new = self.wait("it started again", lambda: self._ranks_other_than(before), ON_S)
+        _, act["pid_of_second"], act["machine"] = self.random.choice(new)
+        os.kill(act["pid_of_second"], signal.SIGKILL)
+        return named
+
+    def _ranks_other_than(self, pids):
+        return [each for each in self.processes() if each[0] == "rank" and each[1] not in pids]
 
     def _cut_node(self, what, how, act):
         used = sorted({machine for _, _, machine in self.processes()} - {0, self.place})
@@ -208,6 +222,13 @@ class Chaos:
                 pass
         time.sleep(FULL_S)
         filler.unlink()
+
+    def _kill_agent(self, what, how, act):
+        """What answers for a node; the node and what runs on it are well."""
+        pids = {pid: machine for machine in range(NUM_MACHINES) for pid in self.machines.pids(machine) if _is_agent(pid)}
+        pid = self.random.choice(sorted(pids))
+        act |= {"machine": pids[pid], "pid": pid}
+        os.kill(pid, signal.SIGKILL)
 
     def _kill_controller(self, what, how, act):
         before = [pid for _, pid, _ in self.processes()]
@@ -269,6 +290,13 @@ def _command(pid):
         return ""
 
 
+def _is_agent(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Agent")
+    except OSError:
+        return False
+
+
 def _is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -291,7 +319,7 @@ def _role(process):
 
 
 def _is_of(event, act, machines):
-    if act["how"] in ("cut", "full"):  # all of the trainer ends with one of its ranks
+    if act["how"] in ("cut", "full", "twice"):  # all of the trainer ends with one of its ranks
         return event["node"] == machines.nodes[act["machine"]].address or event["process"] == "the trainer"
     return _role(event["process"]) == act["what"] and event["node"] == machines.nodes[act["machine"]].address
 
