@@ -44,7 +44,7 @@ LAYOUT = [
     f"stages.rl.tasks_per_step={NUM_TASKS}",
     f"stages.rl.group_size={NUM_ROLLOUTS}",
     "stages.rl.keep_rollouts=100000",
-    "stages.rl.checkpoint_every=4",
+    "stages.rl.checkpoint_every=2",  # a stage may start three times without a new one
 ]
 ROLES = {"rank-": "rank", "engine-": "engine", "code-service-": "service"}
 WHOLE = Counter(rank=3, engine=2, service=2)
