@@ -365,29 +365,28 @@ async def check_answers(examination: Examination) -> str:
     parts = {name: part for name in reward.verifying_parts if (part := reward.answer_part(name)) is not None}
     if not parts:
         raise NotMade("no part of the reward compares answers")
-    num, misjudged, misjudged_one_way = 0, [], []
+    num, misjudged = 0, []
     try:
         for part in parts.values():
             known = [*_of_tasks(part, tasks), *(_MATHEMATICS if part.equality != "text" else ())]
-            one_way = _ONE_WAY if part.equality == "intervals" else ()
-            num += len(known) + len(one_way)
+            known += _ONE_WAY if part.equality == "intervals" else ()
+            num += len(known)
             misjudged += [each for each in known if await _is_misjudged(part, each)]
-            misjudged_one_way += [each for each in one_way if await _is_misjudged(part, each)]
     except (MachineError, UserError) as error:
         raise Problem(
             f"the judge was lost: {error}", "Mend what it says. Answers are compared by the code service, where programs run."
         ) from error
+    if misjudged and all(each in _ONE_WAY for each in misjudged):
+        shown = ", ".join(each.what for each in misjudged)
+        raise Problem(
+            f"symmetric pairs are judged well, but {shown} counts as wrong: gold and answer seem to be swapped.",
+            "Call the verifier as verify(gold, answer), in this order: the comparison is not symmetric.",
+        )
     if misjudged:
         shown = "; ".join(f"{each.what} counts as {'wrong' if each.is_right else 'right'}" for each in misjudged[:4])
         raise Problem(
             f"{len(misjudged)} of {num} known answers are misjudged: {shown}.",
             "Mend extraction or comparison of answers before training: the policy learns whatever the judge rewards.",
-        )
-    if misjudged_one_way:
-        shown = ", ".join(each.what for each in misjudged_one_way)
-        raise Problem(
-            f"symmetric pairs are judged well, but {shown} counts as wrong: gold and answer seem to be swapped.",
-            "Call the verifier as verify(gold, answer), in this order: the comparison is not symmetric.",
         )
     weights = reward.weights
     if weights is not None and not any(weights.get(name, 0.0) > 0 for name in parts):

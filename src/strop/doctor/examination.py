@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ from strop.stages.model import ModelStage, find_model
 from strop.tools import open_tools
 from strop.tools.protocol import Tool, ToolKind
 from strop.tools.python import Python
-from strop.training.batch import TokenBatch, pack
+from strop.training.batch import Row, TokenBatch, pack, pack_rows
 from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.models import load_model
 from strop.training.trainer import Trainer
@@ -68,7 +69,6 @@ class Parts:
     recipe: Recipe
     origin: str  # the stage that the model comes from
     stage: PlayedKeys  # keys of the stage whose prompt, sampling, limits and reward are examined
-    trainer_config: TrainerConfig
     model: str  # in words
     chat: ChatFormat
     engine: InferenceEngine
@@ -81,11 +81,7 @@ class Parts:
     tasks: tuple[Task, ...]  # the first of the stage's training tasks
     longest_prompt: int  # of these tasks, in tokens
     own_code: str  # what of the user's was called, in words
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether engine or trainer computes in bfloat16."""
-        return "bfloat16" in (self.engine_config.dtype, self.trainer_config.precision)
+    is_rounded: bool  # whether engine or trainer computes in bfloat16
 
     @property
     def temperature(self) -> float:
@@ -173,7 +169,6 @@ async def open_parts(
             engine_config=engine_config,
             origin=origin,
             stage=stage,
-            trainer_config=trainer_config,
             model=words,
             chat=chat,
             engine=engine,
@@ -185,6 +180,7 @@ async def open_parts(
             tasks=tasks[name],
             longest_prompt=longest,
             own_code=own_code,
+            is_rounded="bfloat16" in (engine_config.dtype, trainer_config.precision),
         )
 
 
@@ -326,27 +322,19 @@ async def compare(parts: Parts, rows: Sequence[Trajectory]) -> Evidence:
     )
 
 
-def batch_of(rows: Sequence[Trajectory], temperature: float) -> TokenBatch:
-    """`rows` with advantage 1 on every sampled token. Made by hand: that `pack` is right is what another check is about."""
-    shape = (len(rows), max(len(row.ids) for row in rows))
-    ids, mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
-    for index, row in enumerate(rows):
-        ids[index, : len(row.ids)] = torch.tensor(row.ids)
-        mask[index, : len(row.ids)] = _is_sampled(row)
-        logprobs[index, : len(row.ids)] = torch.tensor(row.sampled_logprobs)
-    return TokenBatch(
-        ids=ids,
-        lengths=torch.tensor([len(row.ids) for row in rows]),
-        loss_mask=mask,
-        loss_weights=mask / mask.sum(),
-        advantages=mask.float(),
-        sampled_logprobs=logprobs,
-        columns={},
-        temperature=temperature,
-        is_banned=torch.zeros_like(mask),
-        banned_ids=(),
-        groups=torch.zeros(len(rows), dtype=torch.int64),
-    )
+def batch_of(trajectories: Sequence[Trajectory], temperature: float) -> TokenBatch:
+    """`trajectories` in the given order, with advantage 1 on every sampled token."""
+    rows = [
+        Row(
+            ids=each.ids,
+            loss_mask=each.loss_mask,
+            advantages=torch.ones(len(each.ids)),
+            sampled_logprobs=each.sampled_logprobs,
+            group=0,
+        )
+        for each in trajectories
+    ]
+    return pack_rows(rows, aggregation=Aggregation.TOKEN_MEAN, temperature=temperature)
 
 
 def logprobs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -366,14 +354,11 @@ def origins(trajectory: Trajectory) -> list[Origin]:
 def pieces(examination: Examination) -> tuple[Piece, ...]:
     """The first conversation as text, cut where the origin of tokens, or their place in the packed mask, changes."""
     trajectory = examination.conversations[0].trajectory
-    marks = list(zip(origins(trajectory), examination.batch.loss_mask[0].tolist(), strict=False))
-    ids, found, start = trajectory.ids, [], 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or marks[end] != marks[start]:
-            origin, is_trained = marks[start]
-            text = examination.parts.chat.decode(ids[start:end])
-            found.append(Piece(text=text, origin=origin, is_trained=is_trained))
-            start = end
+    tokens = zip(trajectory.ids, origins(trajectory), examination.batch.loss_mask[0].tolist(), strict=False)
+    found = []
+    for (origin, is_trained), part in groupby(tokens, key=lambda token: token[1:]):
+        text = examination.parts.chat.decode([token for token, _, _ in part])
+        found.append(Piece(text=text, origin=origin, is_trained=is_trained))
     return tuple(found)
 
 
@@ -381,11 +366,7 @@ def pieces(examination: Examination) -> tuple[Piece, ...]:
 def _logits(model: transformers.PreTrainedModel, row: Trajectory) -> Tensor:
     """Float32 (number of sampled ids, V): what `model` predicts each sampled id from."""
     logits: Tensor = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0, :-1].float()
-    return logits[_is_sampled(row)[1:]]
-
-
-def _is_sampled(row: Trajectory) -> Tensor:
-    return torch.tensor([origin is Origin.SAMPLED for origin in origins(row)])
+    return logits[torch.tensor(row.loss_mask)[1:]]
 
 
 def _packed(parts: Parts, conversations: Sequence[Conversation]) -> TokenBatch:
