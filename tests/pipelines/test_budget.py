@@ -87,7 +87,7 @@ def test_a_run_stops_with_its_budget_and_its_last_policy_is_saved_measured_and_h
 def test_law_9_a_run_that_falls_after_its_budget_is_spent_trains_no_further(ticking, tmp_path, monkeypatch):
     recipe = make_recipe(steps=50, budget_s=115.0, checkpoint_every=50)
     with monkeypatch.context() as patched:
-        patched.setattr("strop.stages.rl.write_product", _fall)
+        patched.setattr("strop.stages.loop.steps.write_product", _fall)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(tmp_path / "run", recipe)
     before = lines_of(RunDirectory(tmp_path / "run"))
@@ -96,8 +96,11 @@ def test_law_9_a_run_that_falls_after_its_budget_is_spent_trains_no_further(tick
     assert len([line for line in read_lines(again.run.events) if line["event"] == "budget_spent"]) == 1
 
 
-async def _fall(*_, **__):
-    raise KeyboardInterrupt
+async def _fall(context, *words, **options):
+    """In RL; other stages write their product."""
+    if context.name == "rl":
+        raise KeyboardInterrupt
+    return await checkpoints.write_product(context, *words, **options)
 
 
 def test_a_step_that_took_longer_than_foreseen_is_told(ticking, tmp_path):

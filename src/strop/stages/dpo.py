@@ -29,7 +29,7 @@ from strop.rollout.demonstrate import said_ids
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import make_call_format
 from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.loop.checkpoints import CheckpointedKeys, HeldOutConfig, keep_if_best, write_product
+from strop.stages.loop.checkpoints import CheckpointedKeys, HeldOutConfig, keep_if_best
 from strop.stages.loop.steps import batch_at, take_updates
 from strop.stages.loop.training_stage import TrainingStage, checked_steps
 from strop.stages.loop.updates import keep_skipped
@@ -215,8 +215,7 @@ class DPO(PreferenceStage):
                 figures = {f"validation/pair_{name}": value for name, value in found.items()}
                 return figures | {"time/validation_s": time.perf_counter() - started}
 
-            await take_updates(context, config, trainer, steps, take, validate)
-            product = await write_product(context, trainer, config)
+            product = await take_updates(context, config, trainer, steps, take, validate)
         summary = (
             f"{counted(steps, 'update')} on {counted(len(sets.train), 'pair')}; {held_out.num} held out:"
             f" accuracy {held_out.last['accuracy']:.3f}, margin {held_out.last['margin']:.3f}"

@@ -24,7 +24,6 @@ from strop.recipe.stage import Estimate, Machine, StageResult, check_differ
 from strop.reports.number_format import counted
 from strop.stages.context import StageContext, product_of
 from strop.stages.conversations import as_demonstration
-from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
@@ -164,7 +163,6 @@ class ExpertIteration(RolloutStage):
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             run = ExpertIterationRun(context, stage, trainer, rollouts)
             taken = await take_steps(context, stage, trainer, rollouts, run.step)
-            product = await write_product(context, trainer, stage, returns_best=taken.returns_best)
             updates = counted(trainer.num_updates, "update")
             summary = f"{counted(taken.steps, 'step')} of expert iteration, {updates}{taken.note}"
-            return StageResult(summary=summary, product=product)
+            return StageResult(summary=summary, product=taken.product)

@@ -22,7 +22,6 @@ from strop.rewards.reward_model import ExchangeFormat
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
 from strop.stages.dpo import PreferenceKeys, PreferenceSets, PreferenceStage
-from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import checked_steps
 from strop.stages.loop.updates import keep_skipped
@@ -94,10 +93,9 @@ class RewardModel(PreferenceStage):
                 found = {} if report.is_skipped else {"loss": report.loss, **report.statistics}
                 return report, {f"reward_model/{name}": value for name, value in found.items()}
 
-            await take_updates(context, config, trainer, steps, take)
+            product = await take_updates(context, config, trainer, steps, take)
             quality = await _measure(trainer, sets.test)
             write_json(directory.path / "quality.json", asdict(quality) | {"num_left_out": sets.num_left_out})
-            product = await write_product(context, trainer, config)
         auc = "unknown" if quality.auc is None else f"{quality.auc:.3f}"
         summary = (
             f"{counted(steps, 'update')} on {counted(len(sets.train), 'preference')}; {quality.num} held out:"

@@ -22,7 +22,6 @@ from strop.reports.number_format import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, AsyncRolloutsConfig, staleness_metrics
-from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_schedule
@@ -344,6 +343,5 @@ class RL(RolloutStage):
             if rl.ahead is not None:
                 opened.push_async_callback(rl.ahead.close)
             taken = await take_steps(context, stage, trainer, rollouts, rl.step)
-            product = await write_product(context, trainer, stage, returns_best=taken.returns_best)
             made = f"{counted(taken.steps, 'step')} of {stage.method.kind}, {counted(trainer.num_updates, 'update')}"
-            return StageResult(summary=made + taken.note, product=product)
+            return StageResult(summary=made + taken.note, product=taken.product)

@@ -27,7 +27,6 @@ from strop.rollout.prompt import load_prompt
 from strop.run_directory import iter_lines, shortened
 from strop.stages.context import TASK, TRAJECTORY, Row, StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations, write_demonstrations
-from strop.stages.loop.checkpoints import write_product
 from strop.stages.loop.engines import task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import Validator, batch_at, take_updates
@@ -213,8 +212,7 @@ class SFT(TrainingStage):
             async def validate(step: int) -> dict[str, float]:
                 return {} if validator is None else await validator.validate(trainer, step, config, last=steps)
 
-            await take_updates(context, config, trainer, steps, take, validate)
-            product = await write_product(context, trainer, config)
+            product = await take_updates(context, config, trainer, steps, take, validate)
         summary = f"{counted(steps, 'update')} on {source}, last loss {loss:.3f}"
         return StageResult(summary=summary, product=product)
 

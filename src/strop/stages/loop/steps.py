@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
@@ -19,15 +20,15 @@ from strop.run_directory import read_json
 from strop.stages.context import StageContext, StageMetrics, open_tasks
 from strop.stages.evaluation import Eval, Voting, summarise
 from strop.stages.loop import checkpoints
-from strop.stages.loop.checkpoints import RECORD, CheckpointedKeys, CheckpointWriter, keep_if_best
+from strop.stages.loop.checkpoints import RECORD, CheckpointedKeys, CheckpointWriter, keep_if_best, write_product
 from strop.stages.loop.ledger import settle_rollouts, void_reasons
 from strop.stages.loop.rollouts import GroupPlayer, StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys, TrainingKeys, ValidationConfig
 from strop.stages.loop.updates import StepUpdates, update_metrics
 from strop.tasks.files import IndexedRows
 from strop.training.optimizer import UpdateReport
+from strop.training.reward_model import RewardTrainer
 from strop.training.trainer import Trainer
-from strop.training.weights import Checkpointed
 from strop.types import Task, derive_seed
 
 
@@ -185,13 +186,8 @@ class Taken:
     """How a stage ended. It took fewer steps than `steps` if its budget or a rule of `end_when` ended it."""
 
     steps: int
-    why_over: str  # the rule that held, in words; empty if none ended it
-    returns_best: bool  # whether that rule found a collapse, so that the best policy is passed on and not the last
-
-    @property
-    def note(self) -> str:
-        """For the stage's summary."""
-        return f"; ended early: {self.why_over}" if self.why_over else ""
+    note: str  # for the stage's summary: the rule that held, in words; empty if none ended it
+    product: Path
 
 
 ItemT = TypeVar("ItemT")
@@ -225,9 +221,14 @@ def shuffled(num: int, seed: int) -> array[int]:
 
 
 async def take_updates(
-    context: StageContext, stage: CheckpointedKeys, trainer: Checkpointed, steps: int, take: Take, validate: Validate = None
-) -> None:
-    """Take the steps after the last checkpoint of a stage without rollouts.
+    context: StageContext,
+    stage: CheckpointedKeys,
+    trainer: Trainer | RewardTrainer,
+    steps: int,
+    take: Take,
+    validate: Validate = None,
+) -> Path:
+    """Take the steps after the last checkpoint of a stage without rollouts. Return the directory of the stage's product.
 
     Raises:
         CannotLearnError: too many updates in a row were skipped; the state before the last step is saved.
@@ -253,12 +254,13 @@ async def take_updates(
             metrics.append(step, {**figures, **validation, **clock.metrics})
             if writer.is_due(step) and step < steps:
                 await writer.save(step)
+    return await write_product(context, trainer, stage)
 
 
 async def take_steps(
     context: StageContext, stage: StageT, trainer: Trainer, rollouts: StepRollouts, take: Step[StageT]
 ) -> Taken:
-    """Take the steps after the last checkpoint of a stage with rollouts.
+    """Take the steps after the last checkpoint of a stage with rollouts, and write its product.
 
     Raises:
         CannotLearnError: `give_up_after` steps in a row could not learn, or too many updates in a row were skipped. The state
@@ -310,10 +312,10 @@ async def take_steps(
                     past = f"step {step} ended {-left_s:.1f} s past budget_s = {stage.budget_s:g}"
                     context.warn(f"{past}: it took longer than the one before.")
             if over := _why_over_early(stage, log.steps):
-                ended = _taken(context, stage, log.steps)
-                context.event("ended_early", step=step, because=ended.why_over)
-                if ended.returns_best:
-                    context.warn(f"ended after step {step}: {ended.why_over}")
+                because, returns_best = _ending(context, stage, log.steps)
+                context.event("ended_early", step=step, because=because)
+                if returns_best:
+                    context.warn(f"ended after step {step}: {because}")
             if step < stage.steps and not over and not clock.is_spent:
                 await _follow_schedule(context, stage, trainer, before, Done(steps=step, updates=trainer.num_updates))
             problems = [*result.problems]
@@ -337,17 +339,22 @@ async def take_steps(
     if writer.settling is not None:
         await asyncio.to_thread(writer.settling.join)
     await asyncio.to_thread(settle, step)
-    return _taken(context, stage, log.steps)
+    because, returns_best = _ending(context, stage, log.steps)
+    product = await write_product(context, trainer, stage, returns_best=returns_best)
+    return Taken(steps=len(log.steps), note=f"; ended early: {because}" if because else "", product=product)
 
 
-def _taken(context: StageContext, stage: RolloutKeys, steps: Steps) -> Taken:
-    """How the stage ends after `steps`, the same in a run that resumes there."""
+def _ending(context: StageContext, stage: RolloutKeys, steps: Steps) -> tuple[str, bool]:
+    """The rule that ended the stage after `steps`, in words, and whether the best policy is passed on and not the last.
+
+    Both are the same in a run that resumes there.
+    """
     collapse = why_over([rule for rule in stage.end_when if rule.is_collapse], steps)  # also after the last step
     over, record = _why_over_early(stage, steps) or collapse, context.directory.best / RECORD
     returns_best = bool(collapse) and record.exists()
     if returns_best:
         over += f"; the policy is that of step {read_json(record)['step']}, the best that a validation found"
-    return Taken(steps=len(steps), why_over=over, returns_best=returns_best)
+    return over, returns_best
 
 
 def _why_over_early(stage: RolloutKeys, steps: Steps) -> str:
