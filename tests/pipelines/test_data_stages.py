@@ -108,7 +108,7 @@ def test_groups_of_a_fixed_set_come_in_its_order_and_in_parts_with_a_ledger_each
     stages = {name: PIPELINE[name] for name in ("base", "sft")} | {"good": PIPELINE["good"] | {"num_tasks": 7, "init": "sft"}}
     recipe = recipe_of(stages)
     at_once = run_recipe(tmp_path / "at-once", recipe).run.stage("good")
-    monkeypatch.setattr("strop.stages.sampled._TASKS_AT_ONCE", 3)
+    monkeypatch.setattr("strop.stages.loop.fixed_set._TASKS_AT_ONCE", 3)
     in_parts = run_recipe(tmp_path / "in-parts", recipe).run.stage("good")
     found = [[read_lines(each.path / "data" / f"{name}.jsonl") for name in ("kept", "dropped")] for each in (at_once, in_parts)]
     assert found[0] == found[1]

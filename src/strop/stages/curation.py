@@ -17,7 +17,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Input, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
 from strop.stages.context import StageContext
-from strop.stages.sampled import SampledKeys
+from strop.stages.loop.fixed_set import SampledKeys
 
 _NOTE_EVERY_S = 30.0
 

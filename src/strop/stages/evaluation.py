@@ -19,7 +19,7 @@ from strop.rewards.base import Reward, RunService
 from strop.rewards.sum import FunctionPart, SumReward
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
-from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks
+from strop.stages.loop.fixed_set import FixedSetKeys, FixedSetStage, play_tasks
 from strop.tasks.protocol import Split
 from strop.tools.limits import AbsentTool, NoisyTool
 from strop.tools.protocol import Tool

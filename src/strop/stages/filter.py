@@ -12,7 +12,7 @@ from strop.errors import TaskError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.stage import Product, StageResult
 from strop.stages.context import StageContext
-from strop.stages.sampled import FixedSetStage, SampledKeys, play_tasks
+from strop.stages.loop.fixed_set import FixedSetStage, SampledKeys, play_tasks
 from strop.tasks.files import writing_rows
 
 

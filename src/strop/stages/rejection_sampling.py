@@ -15,7 +15,7 @@ from strop.recipe.stage import Product, StageResult
 from strop.rewards.base import written
 from strop.rewards.language import scripts_of
 from strop.stages.context import StageContext, conversation_maker, load_chat, product_of
-from strop.stages.sampled import FixedSetStage, SampledKeys, play_tasks, why_not_right
+from strop.stages.loop.fixed_set import FixedSetStage, SampledKeys, play_tasks, why_not_right
 from strop.tasks.files import writing_rows
 from strop.types import Group, ScoredTrajectory
 

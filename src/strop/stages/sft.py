@@ -28,11 +28,11 @@ from strop.run_directory import iter_lines, shortened
 from strop.stages.context import TASK, TRAJECTORY, Row, StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations, write_demonstrations
 from strop.stages.loop.engines import task_files
+from strop.stages.loop.fixed_set import SampledKeys, why_not_right
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import Validator, batch_at, take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule, checked_steps
 from strop.stages.loop.updates import keep_skipped
-from strop.stages.sampled import SampledKeys, why_not_right
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.files import RowFile, writing_rows
 from strop.tasks.protocol import Split
@@ -105,10 +105,6 @@ class SFT(TrainingStage):
                 raise ValueError("give either data (stages that make conversations) or demonstrator, and not both.")
             if (self.demonstrator is None) != (self.num_demonstrations is None):
                 raise ValueError("num_demonstrations is the number that the demonstrator plays: give both, or neither.")
-
-        @property
-        def has_own_tasks(self) -> bool:
-            return self.demonstrator is not None
 
     config: Config
 
