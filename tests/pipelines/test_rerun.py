@@ -117,7 +117,7 @@ def test_a_stage_that_began_with_what_its_parent_made_before_does_not_go_on(run)
     write_json(run.stage("sft").lineage, {key: value for key, value in sft.items() if key != "product"})
     write_json(run.stage("rl").lineage, recorded | {"parents": {"sft": {"model.safetensors": "another"}}})
     run.stage("sft").done.unlink()
-    with pytest.raises(RunError, match=r"stage rl began with another result of sft\. Rerun it with --from rl \("):
+    with pytest.raises(RunError, match=r"stage rl is stale: sft has another result\. Rerun it with --from rl \("):
         run_recipe(run.path)
     assert read_json(run.stage("rl").lineage)["parents"] == {"sft": {"model.safetensors": "another"}}
     run_recipe(run.path, start="rl")

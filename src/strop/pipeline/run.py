@@ -18,7 +18,7 @@ from strop import user_code
 from strop.cluster.connection import Connection, connected, ignore
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
-from strop.errors import ActorsLost, CannotLearnError, EngineLost, TrainerLost
+from strop.errors import ActorsLost, CannotLearnError, EngineLost, RunError, TrainerLost
 from strop.pipeline.plan import check_nodes, check_stages, roles_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Product, StageResult
@@ -27,7 +27,7 @@ from strop.reports.page import write_report
 from strop.reports.trackers import Progress, make_trackers
 from strop.rewards.base import RunService
 from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, read_lines, write_json, writing_to
-from strop.runs.lineage import Lineage, check_inputs, check_parents, mark_stale, why_stale, write_lineage
+from strop.runs.lineage import Lineage, check_inputs, mark_stale, why_stale, write_lineage
 from strop.runs.manifest import locked
 from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_to_run
 from strop.sandbox.local import open_service
@@ -196,7 +196,11 @@ async def _place(connection: Connection, context: StageContext) -> None:
 
 async def _run_stage(context: StageContext, selected: Selected) -> None:
     run, recipe, name, stage = context.run, context.recipe, context.name, context.stage
-    check_parents(run, recipe, name)
+    if context.directory.stale.exists():  # since a stage that it reads from ended with another result in this run
+        raise RunError(
+            f"{run.path}: stage {name} is stale: {read_json(context.directory.stale)['because']}. Rerun it with --from {name}"
+            f" (the present results are moved to {run.path / 'stale'})."
+        )
     done = context.directory.done
     if done.exists():
         context.progress.stage_finished(name, f"{read_json(done)['summary']} (done before)")

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,16 +141,6 @@ def mark_stale(run: RunDirectory, recipe: Recipe, stale: Mapping[str, str]) -> N
             run.stage(name).stale.unlink(missing_ok=True)
 
 
-def check_parents(run: RunDirectory, recipe: Recipe, name: str) -> None:
-    """Raise `RunError` if the stage `name` began with another result of a stage that has run again since."""
-    recorded = recorded_lineage(run, name)
-    if other := [each for each in parents_of(recipe, name) if recorded and has_other_product(run, recorded, each)]:
-        raise RunError(
-            f"{run.path}: stage {name} began with another result of {', '.join(other)}. Rerun it with --from {name} (the"
-            f" present results are moved to {run.path / 'stale'})."
-        )
-
-
 def check_inputs(run: RunDirectory, recipe: Recipe, name: str) -> None:
     """Compare every file that the stage `name` reads from finished stages with what these stages wrote.
 
@@ -175,32 +165,29 @@ def check_inputs(run: RunDirectory, recipe: Recipe, name: str) -> None:
 
 def _files(recipe: Recipe, name: str, keys: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what the stage reads from outside the run, by key. A key that names no existing file is left out."""
-    tools = keys.get("tools", {})  # not in one table with the stage's keys: an evaluation has a key `tools` of its own
-    found = _named_files(tools, before, "tools.") | _named_files(keys["stages"][name], before)
+    found: dict[str, dict[str, Any]] = {}
+    # The tools are not in one table with the stage's keys: an evaluation has a key `tools` of its own.
+    for place, key, text, table in (*_texts(keys.get("tools", {}), "tools."), *_texts(keys["stages"][name])):
+        if key in _CODE_KEYS and (module := _module_file(text)) is not None:
+            # The docstring of a function tool is its description in the prompt.
+            found[place] = {"path": text, "digest": syntax_digest(module, with_docstrings=place.startswith("tools."))}
+        elif key in _FILE_KEYS or (key == "name" and table.get("kind") == "hub"):  # `datasets` loads directories too
+            path = Path(text).expanduser()
+            if path.exists():
+                found[place] = _facts(path, text, before.get(place, {}))
     paths = {facts["path"] for facts in found.values()}
     others = {key: path for key, path in recipe.stages[name].files().items() if str(path) not in paths and path.exists()}
     return found | {key: _facts(path, str(path), before.get(key, {})) for key, path in others.items()}
 
 
-def _named_files(table: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _texts(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """Yield each text in `table` and the tables in it: its place, its key, the text, and the table that holds it."""
     for key, value in sorted(table.items()):
-        place = f"{prefix}{key}"
-        if isinstance(value, list):
-            found |= _named_files({str(number): each for number, each in enumerate(value)}, before, f"{place}.")
-        elif isinstance(value, Mapping):
-            found |= _named_files(value, before, f"{place}.")
-        elif not isinstance(value, str):
-            continue
-        elif key in _CODE_KEYS and (module := _module_file(value)) is not None:
-            # The docstring of a function tool is its description in the prompt.
-            digest = syntax_digest(module, with_docstrings=place.startswith("tools."))
-            found[place] = {"path": value, "digest": digest}
-        elif key in _FILE_KEYS or (key == "name" and table.get("kind") == "hub"):  # `datasets` loads directories too
-            path = Path(value).expanduser()
-            if path.exists():
-                found[place] = _facts(path, value, before.get(place, {}))
-    return found
+        inner = {str(number): each for number, each in enumerate(value)} if isinstance(value, list) else value
+        if isinstance(inner, Mapping):
+            yield from _texts(inner, f"{prefix}{key}.")
+        elif isinstance(inner, str):
+            yield f"{prefix}{key}", key, inner, table
 
 
 def _module_file(value: str) -> Path | None:
