@@ -8,10 +8,10 @@ import pytest
 from faulty_engine import Fault, FaultyEngine
 from strop.engine.scripted import Reply
 from strop.errors import ToolBroken, UserError
-from strop.rollout.branch_tree import Tree, _ForkedEnvironment
+from strop.rollout.branch_tree import Tree
 from strop.rollout.branching import Branching, BranchingConfig
 from strop.rollout.environment import Observation
-from strop.rollout.player import Judge, Past, Player, SamplingConfig, Spent, collect
+from strop.rollout.player import Judge, Opened, Past, Player, SamplingConfig, Spent, collect
 from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.types import RolloutKey, StopReason, Task
 
@@ -410,8 +410,12 @@ def test_an_environment_that_comes_after_its_branch_was_cancelled_is_closed():
             self.is_closed = True
 
     async def scenario():
-        forked, late = _ForkedEnvironment(Past(prompt_ids=PROMPT), is_cached=True), Environment()
-        waiting = asyncio.create_task(forked.start())
+        forked, late = Opened(past=Past(prompt_ids=PROMPT)), Environment()
+
+        async def wait():
+            await forked.environment
+
+        waiting = asyncio.create_task(wait())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

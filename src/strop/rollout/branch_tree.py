@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from strop.errors import MachineError, UserError
 from strop.rollout.branching import Branching, Claim, Claims, forks_at
-from strop.rollout.environment import Environment, ForkableEnvironment, Observation, end
+from strop.rollout.environment import Environment, ForkableEnvironment, end
 from strop.rollout.player import BatchPlayer, Opened, Past, Result, Spent
 from strop.rollout.scheduler.batch import Lease
-from strop.types import Completion, RolloutKey, ScoredTrajectory, Task, Trajectory
+from strop.types import RolloutKey, ScoredTrajectory, Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +33,12 @@ class Tree:
             budget: M - N, the branches that the task may have.
         """
         self.task, self.batch_player, self.branching = task, batch_player, branching
+        self.leases: dict[RolloutKey, Lease] = {}  # of the newest try
         self._claims = Claims(budget, branching)
         self._playing: dict[RolloutKey, asyncio.Task[Result]] = {}
         self._results: dict[RolloutKey, Result] = {}
         self._to_begin: dict[RolloutKey, Past] = {}  # branches of finished rollouts that have not begun
-        self._forked: dict[RolloutKey, tuple[Opened, Lease | None]] = {}  # what each branch was given
-        self._spending: dict[RolloutKey, _Spending] = {}  # of branches, in their first try
+        self._forked: dict[RolloutKey, Opened] = {}  # what each branch was given
         self._forkings: dict[RolloutKey, Forking] = {}  # of the newest try
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -90,14 +89,12 @@ class Tree:
             self._end_branch(self.branching.key_of(refused))
         return None if refused == claim else self.branching.key_of(claim)
 
-    def begin(self, key: RolloutKey, environment: _ForkedEnvironment, past: Past, lease: Lease | None) -> None:
+    def begin(self, key: RolloutKey, opened: Opened, lease: Lease) -> None:
         """Play a branch that was just forked."""
-        opened = Opened(environment=environment, past=past)
         self.batch_player.started(key)
         self.batch_player.opened.add(opened)
-        self._forked[key] = opened, lease
-        self._spending[key] = environment.spending
-        self._start(key, past=past, begun=(opened, lease), known=self._finished(key, past))
+        self._forked[key], self.leases[key] = opened, lease
+        self._start(key, past=opened.past, begun=(opened, lease), known=self._finished(key, opened.past))
 
     def restore(self, key: RolloutKey, past: Past) -> bool:
         """Whether branch `key` finished before the run was interrupted, with the same `past`, and need not be played."""
@@ -146,7 +143,7 @@ class Tree:
         key: RolloutKey,
         *,
         past: Past | None = None,
-        begun: tuple[Opened, Lease | None] | None = None,
+        begun: tuple[Opened, Lease] | None = None,
         known: ScoredTrajectory | None = None,
     ) -> None:
         make_forking = partial(self._make_forking, key)
@@ -165,12 +162,12 @@ class Tree:
         self._to_begin.pop(key, None)
         if (forking := self._forkings.pop(key, None)) is not None:
             forking.is_displaced = True
-        if (spending := self._spending.pop(key, None)) is not None:
-            self.batch_player.observer.displaced(key, spending.so_far)
+        if (lease := self.leases.pop(key, None)) is not None:
+            self.batch_player.observer.displaced(key, _spent(lease))
         playing = self._playing.pop(key, None)
         if playing is None:
             return set()
-        ending = asyncio.ensure_future(_clear(playing, *self._forked.pop(key, (None, None))))
+        ending = asyncio.ensure_future(_clear(playing, self._forked.pop(key, None), lease))
         self._ending.add(ending)
         return {ending}
 
@@ -200,18 +197,7 @@ class Tree:
         """Called when all claims of finished rollouts are known, so that no branch begins that another one displaces."""
         to_begin, self._to_begin = self._to_begin, {}
         for key, past in to_begin.items():
-            self._playing[key] = asyncio.ensure_future(self._play_restored(key, past))
-
-    async def _play_restored(self, key: RolloutKey, past: Past) -> Result:
-        begun = None
-        with suppress(MachineError):  # it is tried again
-            opened = await self.batch_player.open(self.task, key, past)
-            environment = _ForkedEnvironment(past, is_cached=False)
-            await environment.come(opened.environment)
-            opened.environment, self._spending[key] = environment, environment.spending
-            begun = opened, None
-        make_forking = partial(self._make_forking, key)
-        return await self.batch_player.play(self.task, key, past=past, begun=begun, make_forking=make_forking)
+            self._start(key, past=past)
 
 
 class Forking:
@@ -223,8 +209,12 @@ class Forking:
         self._running: list[Lease] = []
         self.is_displaced = False
 
-    def decide(self, lease: Lease, past: Past, entropies: Sequence[float], environment: Environment) -> None:
-        """Request branches with `lease` at the end of `past`, and begin to fork `environment` for them.
+    def begin(self, lease: Lease) -> None:
+        """The try has its lease."""
+        self._tree.leases[self._key] = lease
+
+    def decide(self, lease: Lease, past: Past, entropies: Sequence[float], opened: Opened) -> None:
+        """Request branches with `lease` at the end of `past`, and begin to fork the environment of `opened` for them.
 
         Args:
             past: ends with an observation.
@@ -232,7 +222,7 @@ class Forking:
         """
         if self.is_displaced:  # and about to be cancelled
             return
-        tree, batch_player, due = self._tree, self._tree.batch_player, dict[RolloutKey, _ForkedEnvironment]()
+        tree, batch_player, due = self._tree, self._tree.batch_player, dict[RolloutKey, Opened]()
         of_turns = [*(turn.completion.entropies for turn in past.turns), entropies]
         verdict = tree.branching.decision(self._key, of_turns, batch_player.seed_of)
         shared = Past(prompt_ids=past.prompt_ids, turns=past.turns, parent=self._key)
@@ -241,12 +231,12 @@ class Forking:
             if key is None or tree.restore(key, shared):
                 continue
             forked = lease.branch(key, max_tokens=batch_player.player.sampling.max_tokens - past.num_response_tokens)
-            due[key] = _ForkedEnvironment(shared, is_cached=True)
+            due[key] = Opened(past=shared)
             if forked.run is not None:
                 self._running.append(forked)
-            tree.begin(key, due[key], shared, forked)
+            tree.begin(key, due[key], forked)
         if due:
-            self._forks = asyncio.ensure_future(self._fork(environment, due))
+            self._forks = asyncio.ensure_future(self._fork(opened, due))
 
     async def settle(self) -> None:
         """Return when the environment was forked. It is used again, or closed, afterwards."""
@@ -259,7 +249,8 @@ class Forking:
         for branch in self._running:
             await branch.is_independent.wait()
 
-    async def _fork(self, environment: Environment, due: dict[RolloutKey, _ForkedEnvironment]) -> None:
+    async def _fork(self, opened: Opened, due: dict[RolloutKey, Opened]) -> None:
+        environment = await opened.environment
         for key, coming in due.items():
             if coming.is_closed:
                 continue
@@ -271,82 +262,9 @@ class Forking:
                 await coming.come(forked)
 
 
-class _Spending:
-    """Counts the tokens that a branch computes itself, without those that it shares."""
-
-    def __init__(self, past: Past, *, is_cached: bool) -> None:
-        """
-        Args:
-            is_cached: all of `past` but the last id is in the parent's KV memory.
-        """
-        self._num_context = len(past.ids)
-        self._num_cached = self._num_context - 1 if is_cached else 0
-        self._generated = self._prefilled = 0
-        self._is_sampling = True
-
-    def sampled(self, completion: Completion) -> None:
-        self._prefilled += self._num_context - completion.cached_tokens
-        self._generated += len(completion.ids)
-        self._num_context += len(completion.ids)
-        self._num_cached = self._num_context - 1
-        self._is_sampling = False
-
-    def observed(self, observation: Observation) -> None:
-        self._num_context += len(observation.ids)
-        self._is_sampling = observation.stop_reason is None
-
-    def ended(self) -> None:
-        self._is_sampling = False
-
-    @property
-    def so_far(self) -> Spent:
-        under_way = self._num_context - self._num_cached if self._is_sampling else 0
-        return Spent(
-            generated_tokens=self._generated, prefilled_tokens=self._prefilled + under_way, is_sampling=self._is_sampling
-        )
-
-
-class _ForkedEnvironment:
-    """The environment of a branch. The branch samples its first completion before the parent has forked the environment."""
-
-    def __init__(self, past: Past, *, is_cached: bool) -> None:
-        self.spending = _Spending(past, is_cached=is_cached)
-        self.is_closed = False
-        self._coming: asyncio.Future[Environment] = asyncio.get_running_loop().create_future()
-
-    async def come(self, environment: Environment) -> None:
-        if self._is_unwanted:
-            await environment.close()
-        else:
-            self._coming.set_result(environment)
-
-    def fail(self, error: MachineError) -> None:
-        if not self._is_unwanted:
-            self._coming.set_exception(error)
-
-    @property
-    def _is_unwanted(self) -> bool:
-        """Whether the branch was closed, or cancelled while it waited."""
-        return self.is_closed or self._coming.cancelled()
-
-    async def start(self) -> Observation:
-        return await (await self._coming).start()
-
-    async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
-        self.spending.sampled(completion)
-        observation = await (await self._coming).step(completion, num_tokens_left=num_tokens_left)
-        self.spending.observed(observation)
-        return observation
-
-    async def fork(self, *, seed: int) -> Environment:
-        return await fork(await self._coming, seed=seed)
-
-    async def close(self) -> None:
-        self.spending.ended()
-        self.is_closed = True
-        if self._coming.done() and not self._coming.cancelled() and self._coming.exception() is None:
-            await self._coming.result().close()
-        self._coming.cancel()
+def _spent(lease: Lease) -> Spent:
+    prefilled_tokens = lease.prefilled_tokens + lease.num_unread
+    return Spent(generated_tokens=lease.generated_tokens, prefilled_tokens=prefilled_tokens, is_sampling=lease.num_unread > 0)
 
 
 async def _clear(playing: asyncio.Task[Result], opened: Opened | None, lease: Lease | None) -> None:
@@ -382,7 +300,7 @@ async def play_ahead(
     return branching.num_first([] if known is None else [known.trajectory], num_rollouts), batch_player, failed
 
 
-async def reopen(batch_player: BatchPlayer, task: Task, key: RolloutKey, past: Past) -> Opened:
+async def reopen(batch_player: BatchPlayer, task: Task, key: RolloutKey, past: Past) -> Environment:
     """Open the environment of a branch without its parent's: repeat the shared turns, and fork as before.
 
     The tools run again. Nothing is sampled, and the ids stay those of `past`.
@@ -403,7 +321,7 @@ async def reopen(batch_player: BatchPlayer, task: Task, key: RolloutKey, past: P
     except BaseException:
         await environment.close()
         raise
-    return Opened(environment=environment, past=past)
+    return environment
 
 
 async def fork(environment: Environment, *, seed: int) -> Environment:

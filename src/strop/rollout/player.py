@@ -187,17 +187,33 @@ class Past:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Opened:
-    """The environment of one try of a rollout, and what the rollout begins with."""
+    """The environment of one try of a rollout, and what the rollout begins with.
 
-    environment: Environment
+    A branch samples its first completion while the environment of its parent is forked for it.
+    """
+
     past: Past
+    environment: asyncio.Future[Environment] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     is_closed: bool = False
+
+    async def come(self, environment: Environment) -> None:
+        """Use `environment`, or close it if the try is over."""
+        if self.environment.cancelled():
+            await environment.close()
+        else:
+            self.environment.set_result(environment)
+
+    def fail(self, error: MachineError) -> None:
+        """No environment will come."""
+        if not self.environment.cancelled():
+            self.environment.set_exception(error)
 
     async def close(self) -> None:
         """Repeated calls do nothing."""
-        if not self.is_closed:
-            self.is_closed = True
-            await self.environment.close()
+        is_first, self.is_closed = not self.is_closed, True
+        self.environment.cancel()  # if it is still to come, `come` closes it
+        if is_first and not self.environment.cancelled() and self.environment.exception() is None:
+            await self.environment.result().close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,15 +267,17 @@ class BatchPlayer:
         """
         self.started(key)
         if past is None:
-            opened = await self._open(task, seed=self.seed_of(key))
+            environment, past = await self._open(task, seed=self.seed_of(key))
         else:
             from strop.rollout.branch_tree import reopen  # only branches have a past
 
-            opened = await reopen(self, task, key, past)
+            environment = await reopen(self, task, key, past)
+        opened = Opened(past=past)
+        opened.environment.set_result(environment)
         self.opened.add(opened)
         return opened
 
-    async def _open(self, task: Task, *, seed: int) -> Opened:
+    async def _open(self, task: Task, *, seed: int) -> tuple[Environment, Past]:
         environment = self.player.environments(task, seed=seed)
         try:
             opening = checked_observation(await environment.start(), environment.start, task)
@@ -273,7 +291,7 @@ class BatchPlayer:
         except BaseException:
             await environment.close()
             raise
-        return Opened(environment=environment, past=Past(prompt_ids=opening.ids))
+        return environment, Past(prompt_ids=opening.ids)
 
     async def lease(self, task: Task, key: RolloutKey, past: Past) -> Lease:
         """Return a lease for a rollout of `task`.
@@ -295,7 +313,7 @@ class BatchPlayer:
         key: RolloutKey,
         *,
         past: Past | None = None,
-        begun: tuple[Opened, Lease | None] | None = None,
+        begun: tuple[Opened, Lease] | None = None,
         known: ScoredTrajectory | None = None,
         make_forking: Callable[[], Awaitable[Forking | None]] | None = None,
     ) -> Result:
@@ -318,6 +336,8 @@ class BatchPlayer:
                 reason = str(error)
                 continue
             lease = lease or await self.lease(task, key, opened.past)
+            if forking is not None:
+                forking.begin(lease)
             try:
                 trajectory = await self._converse(task, lease, opened, forking)
                 self.opened.discard(opened)
@@ -348,11 +368,12 @@ class BatchPlayer:
             while True:
                 # The turn that a branch begins with was decided by its parent.
                 decides = forking if len(past.turns) > len(opened.past.turns) else None
-                completion = await self._complete(lease, past, num_left, opened.environment, decides)
+                completion = await self._complete(lease, past, num_left, opened, decides)
                 num_left -= len(completion.ids)
                 # One token stays free for the answer to the observation: without it the next completion could not start.
-                observation = await opened.environment.step(completion, num_tokens_left=max(0, num_left - 1))
-                checked_observation(observation, opened.environment.step, task)
+                environment = await opened.environment
+                observation = await environment.step(completion, num_tokens_left=max(0, num_left - 1))
+                checked_observation(observation, environment.step, task)
                 past = Past(prompt_ids=past.prompt_ids, turns=(*past.turns, observation.as_turn(completion)))
                 num_left -= len(observation.ids)
                 stop_reason = StopReason.LENGTH if observation.stop_reason is None and num_left < 1 else observation.stop_reason
@@ -374,16 +395,14 @@ class BatchPlayer:
             lease.close()
             await opened.close()
 
-    async def _complete(
-        self, lease: Lease, past: Past, num_left: int, environment: Environment, forking: Forking | None
-    ) -> Completion:
+    async def _complete(self, lease: Lease, past: Past, num_left: int, opened: Opened, forking: Forking | None) -> Completion:
         sampling, branching = self.player.sampling, self.player.branching
         key, seed, turn, probe = lease.key, self.seed_of(lease.key), len(past.turns), None
         max_tokens = min(num_left, sampling.max_turn_tokens or num_left)
         if forking is not None and branching is not None:
 
             def tell(entropies: tuple[float, ...]) -> None:
-                forking.decide(lease, past, entropies, environment)
+                forking.decide(lease, past, entropies, opened)
 
             probe = Probe(num_tokens=branching.num_awaited, tell=tell)
         request = CompletionRequest(

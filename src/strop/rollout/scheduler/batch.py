@@ -54,7 +54,7 @@ class RolloutBatch:
             try:
                 if not self._pool.max_request_tokens:
                     raise EngineLost("no engine is left.")
-                lease = self.leases[key] = Lease(self, key)
+                lease = self.leases[key] = Lease(self, key, num_unread=len(prompt))
                 self.handle(self.scheduler.offered, key, prompt=prompt, prompt_tokens=len(prompt), max_tokens=max_tokens)
             except StropError:
                 self.leases.pop(key, None)
@@ -238,8 +238,10 @@ class Lease:
     `RolloutBatch.offer` makes it. Call `close` however the rollout ends.
     """
 
-    def __init__(self, batch: RolloutBatch, key: RolloutKey) -> None:
+    def __init__(self, batch: RolloutBatch, key: RolloutKey, *, num_unread: int) -> None:
         self.key = key
+        self.num_unread = num_unread  # tokens that the next completion reads first; 0 while none is requested or waited for
+        self.generated_tokens = self.prefilled_tokens = 0  # of its turns, without what was in the cache
         self.num_tokens = 0  # of the newest request and its completion, which the engine has computed
         self.run: Run | None = None  # the next turn's, once an engine is granted
         self.may_call_tools = False
@@ -282,9 +284,11 @@ class Lease:
             batch.handle(scheduler.piece_finished, self.key, run=run.run, num_tokens=num, recomputed_tokens=recomputed)
         completion = Completion.joined(pieces)
         scheduler.ledger.count(request, completion)
+        self.generated_tokens += len(completion.ids)
+        self.prefilled_tokens += len(request.ids) - completion.cached_tokens
         if once is not None:
             once.finish(tuple(completion.entropies))
-        self.num_tokens = len(rest.ids) + num
+        self.num_tokens, self.num_unread = len(rest.ids) + num, 0
         if scheduler.is_crowded(run.engine):
             self.free_memory()
         self.may_call_tools = False
@@ -332,13 +336,14 @@ class Lease:
 
     def observed(self, num_tokens: int) -> None:
         """The tools have answered with `num_tokens` tokens, and the rollout continues."""
+        self.num_unread = num_tokens + 1  # the last id that was sampled is not in the cache yet
         self._batch.handle(self._batch.scheduler.tool_finished, self.key, num_tokens=num_tokens)
         self._batch.check_engines()  # the engine may have been lost while the tools ran
 
     def branch(self, key: RolloutKey, *, max_tokens: int) -> Lease:
         """Fork the rollout after its newest observation or completion. The branch waits if its engine has no room for it."""
         batch = self._batch
-        branch = batch.leases[key] = Lease(batch, key)
+        branch = batch.leases[key] = Lease(batch, key, num_unread=1)
         branch.num_tokens = self.num_tokens
         branch._prefix = None if self._prefix is None else replace(self._prefix, is_own=False)
         batch.handle(batch.scheduler.branch_requested, key, parent=self.key, max_tokens=max_tokens)
