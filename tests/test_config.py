@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from strop.config import Config, load_toml, validate
+from strop.config import Choice, Config, load_toml, validate
 from strop.errors import ConfigError
 from strop.recipe.load import load_recipe
 
@@ -23,7 +23,7 @@ class Ppo(Config):
 
 class Rl(Config):
     kind: Literal["rl"]
-    method: Annotated[Grpo | Ppo, Field(discriminator="kind")]
+    method: Annotated[Grpo | Ppo, Choice()]
     steps: int = Field(default=1, ge=1)
     operators: tuple[str, ...] = ()
 
@@ -35,7 +35,7 @@ class Sft(Config):
 
 class Root(Config):
     name: str
-    stages: dict[str, Annotated[Rl | Sft, Field(discriminator="kind")]]
+    stages: dict[str, Annotated[Rl | Sft, Choice()]]
 
 
 def stages(name="rl", **keys):

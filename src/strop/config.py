@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from strop.errors import ConfigError, did_you_mean
 
@@ -61,6 +61,33 @@ def import_code(tables: Any, key: str) -> None:
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class Choice:
+    """Stands in the annotation of a union of configs: the key `kind` of a table says which of them it is.
+
+    Args:
+        default: the kind of a table that names none; "": it must.
+    """
+
+    def __init__(self, default: str = "") -> None:
+        self.default = default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = _kinds_of(_members(source))
+        return core_schema.no_info_wrap_validator_function(lambda value, _: self._chosen(kinds, value), handler(source))
+
+    def _chosen(self, kinds: Mapping[str, type[BaseModel]], value: Any) -> Any:
+        if isinstance(value, tuple(kinds.values())):
+            return value
+        if not isinstance(value, Mapping):
+            raise PydanticCustomError("no_table", "not a table", {"kinds": list(kinds)})
+        kind = value.get("kind", self.default)
+        if not kind:
+            raise PydanticCustomError("no_kind", f"kind: required, but not set; one of {', '.join(kinds)}.")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise ValueError(f"kind: {kind!r} is not one of {', '.join(kinds)}.{did_you_mean(str(kind), kinds)}")
+        return kinds[kind].model_validate_json(json.dumps(value, default=str))
 
 
 def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -186,31 +213,23 @@ def _explain(
     model: type[BaseModel], tree: Any, detail: Mapping[str, Any], written_at: Callable[[tuple[str, ...]], tuple[str, ...]]
 ) -> str:
     kind, message = detail["type"], str(detail["msg"]).removeprefix("Value error, ")
-    place = _place(model, [str(step) for step in detail["loc"]], tree)
-    path = ".".join(written_at(place.path)) or "the recipe"
+    location = tuple(str(step) for step in detail["loc"])
+    path = ".".join(written_at(location)) or "the recipe"
     if kind == "extra_forbidden":
-        return f"{path}: unknown key.{_hint_at_keys(model, tree, [str(step) for step in detail['loc']])}"
+        return f"{path}: unknown key.{_hint_at_keys(model, tree, location)}"
     if kind == "missing":
         return f"{path}: required, but not set."
-    if kind in ("union_tag_not_found", "dict_type") and _tag_key(members := _members(place.expected)):
-        return _explain_untagged(path, members, detail["input"])
-    if kind == "tuple_type" and isinstance(detail["input"], Mapping) and _members(_inside(place.expected, "0")):
+    if kind == "no_table":
+        return _explain_no_table(path, detail["ctx"]["kinds"], detail["input"])
+    in_list = _inside(_place(model, location, tree).expected, "0") if kind == "tuple_type" else None
+    if _members(in_list) and isinstance(detail["input"], Mapping):
         return f"{path}: one table, where a list of them belongs. Write [[{_list_at(path)}]]."
-    if kind == "union_tag_invalid":
-        expected, tag = [_unquoted(each) for each in detail["ctx"]["expected_tags"].split(",")], detail["ctx"]["tag"]
-        hint = did_you_mean(str(tag), expected)
-        key = _unquoted(detail["ctx"]["discriminator"]).removesuffix("()")  # a field, or a function of the same name
-        return f"{path}.{key}: {tag!r} is not one of {', '.join(expected)}.{hint}"
     shown = repr(detail["input"])
     if kind == "no_kind" or (kind == "value_error" and message.startswith(("kind: ", "name: "))):
         return f"{path}.{message}"
     if kind == "value_error":  # a validator of ours: its message names the value and the remedy itself, some the key as well
         return message if path == "the recipe" or message.startswith(f"{path}.") else f"{path}: {message}"
     return f"{path}: {message} (got {shown if len(shown) <= 80 else shown[:77] + '...'})."
-
-
-def _unquoted(text: object) -> str:
-    return str(text).strip(" '")
 
 
 def _hint_at_keys(model: type[BaseModel], tree: Any, location: Sequence[str]) -> str:
@@ -227,21 +246,15 @@ def _hint_at_keys(model: type[BaseModel], tree: Any, location: Sequence[str]) ->
         return f" Did you mean {nearest[0]!r}?"
     meant = "It" if nearest[0] == key else f"Did you mean {nearest[0]!r}? That"
     kinds = " or ".join(f'"{kind}"' for kind, each in place.kinds.items() if nearest[0] in each.model_fields)
-    return f' {meant} is a key of {".".join((*place.path, place.kind_key))} = {kinds}; here that is "{place.kind}".'
+    return f' {meant} is a key of {".".join((*above, place.kind_key))} = {kinds}; here that is "{place.kind}".'
 
 
-def _explain_untagged(path: str, members: Sequence[type[BaseModel]], given: Any) -> str:
-    """What to write where nothing says which of `members` is meant."""
-    key = _tag_key(members)
-    tags = [tag for each in members for tag in _tags(each, key)]
-    known = ", ".join(tags)
-    if isinstance(given, Mapping):
-        said = f"{given[key]!r} is not one of {known}" if key in given else f"required, but not set; one of {known}"
-        return f"{path}.{key}: {said}."
-    tag, others = (given, "") if given in tags else (tags[0], f" (one of {known})")
+def _explain_no_table(path: str, kinds: Sequence[str], given: Any) -> str:
+    """What to write in place of a value where a table of one of `kinds` belongs."""
+    kind, others = (given, "") if given in kinds else (kinds[0], f" (one of {', '.join(kinds)})")
     if path.rpartition(".")[2].isdigit():
-        return f'{path}: {given!r} is not a table. Write [[{_list_at(path)}]] with {key} = "{tag}"{others}.'
-    return f'{path}: {given!r} is not a table. Write [{path}] with {key} = "{tag}", or --set {path}.{key}={tag}{others}.'
+        return f'{path}: {given!r} is not a table. Write [[{_list_at(path)}]] with kind = "{kind}"{others}.'
+    return f'{path}: {given!r} is not a table. Write [{path}] with kind = "{kind}", or --set {path}.kind={kind}{others}.'
 
 
 def _list_at(path: str) -> str:
@@ -253,52 +266,43 @@ def _list_at(path: str) -> str:
 class _Place:
     """Where pydantic's path of a mistake leads."""
 
-    path: tuple[str, ...]  # in the recipe: without the tags of unions, which stand in pydantic's path
-    expected: Any  # the annotation there
+    expected: Any  # the annotation there; of a table that says which kind it is, the keys of that kind
     kinds: Mapping[str, type[BaseModel]]  # where a table says which kind it is: the keys of every kind
     kind_key: str = ""
     kind: str = ""
 
 
-def _place(model: type[BaseModel], location: Sequence[str], tree: Any = None) -> _Place:
-    path: list[str] = []
-    expected: Any = model
-    kinds: Mapping[str, type[BaseModel]] = {}
-    kind_key, kind = "", ""
+def _place(model: type[BaseModel], location: Sequence[str], tree: Any) -> _Place:
+    place = _Place(expected=model, kinds={})
     for step in location:
-        members = _members(expected)
-        tag_key = _tag_key(members)
-        tagged = [each for each in members if step in _tags(each, tag_key)]
-        if tagged and not kinds:
-            kinds = {tag: each for each in members for tag in _tags(each, tag_key)}
-            kind_key, kind, expected = tag_key, step, tagged[0]
-            continue
-        path.append(step)
-        expected = _inside(expected, step)
         tree = _value_at(tree, step)
-        kinds, kind_key, kind = {}, "", ""
-        if (component := _component(expected)) is not None:
-            kind_key = component.kind_key
-            kind = str(tree.get(kind_key, component.default_kind) if isinstance(tree, Mapping) else tree)
-            try:
-                expected = component.class_of(kind).Config
-                kinds = {each: component.class_of(each).Config for each in component.kinds}
-            except ConfigError:
-                expected = None
-    return _Place(path=tuple(path), expected=expected, kinds=kinds, kind_key=kind_key, kind=kind)
+        place = _kind_at(_inside(place.expected, step), tree)
+    return place
+
+
+def _kind_at(annotation: Any, tree: Any) -> _Place:
+    """Where a value of `annotation` is, which `tree` has there."""
+    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    component: Any = next((each for each in alternatives if isinstance(each, type) and hasattr(each, "class_of")), None)
+    if component is not None:  # of `strop.registry`
+        key, default = component.kind_key, component.default_kind
+        kind = str(tree.get(key, default) if isinstance(tree, Mapping) else tree)
+        try:
+            kinds = {each: component.class_of(each).Config for each in component.kinds}
+            return _Place(expected=component.class_of(kind).Config, kinds=kinds, kind_key=key, kind=kind)
+        except ConfigError:
+            return _Place(expected=None, kinds={}, kind_key=key, kind=kind)
+    kinds = _kinds_of(members) if len(members := _members(annotation)) > 1 else {}
+    if not kinds or not isinstance(tree, Mapping):
+        return _Place(expected=annotation, kinds={})
+    kind = str(tree.get("kind", next(iter(kinds))))
+    return _Place(expected=kinds.get(kind), kinds=kinds, kind_key="kind", kind=kind)
 
 
 def _value_at(tree: Any, step: str) -> Any:
     if isinstance(tree, Mapping):
         return tree.get(step)
     return tree[int(step)] if isinstance(tree, list) and step.isdigit() and int(step) < len(tree) else None
-
-
-def _component(annotation: Any) -> Any:
-    """The class of `strop.registry` that a value of `annotation` is of; None where it is something else."""
-    is_choice = get_origin(annotation) in (Union, UnionType)
-    members = get_args(annotation) if is_choice else (annotation,)
-    return next((each for each in members if isinstance(each, type) and hasattr(each, "class_of")), None)
 
 
 def _inside(annotation: Any, step: str) -> Any:
@@ -327,19 +331,10 @@ def _members(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def _tag_key(members: Sequence[type[BaseModel]]) -> str:
-    """The key whose value tells `members` apart: each has it, and no two the same word in it. Empty where there is none."""
-    for key in members[0].model_fields if len(members) > 1 else ():
-        tags = [tag for each in members for tag in _tags(each, key)]
-        if all(_tags(each, key) for each in members) and len(set(tags)) == len(tags):
-            return key
-    return ""
-
-
-def _tags(model: type[BaseModel], key: str) -> list[str]:
-    """The words that `key` of `model` may hold, if it is limited to words."""
-    field = model.model_fields.get(key)
-    return [str(tag) for tag in get_args(field.annotation)] if field and get_origin(field.annotation) is Literal else []
+def _kinds_of(members: Sequence[type[BaseModel]]) -> dict[str, type[BaseModel]]:
+    """Return the configs by the words that the key `kind` of each may hold."""
+    fields = [(each, each.model_fields["kind"]) for each in members if "kind" in each.model_fields]
+    return {kind: each for each, field in fields for kind in get_args(field.annotation)}
 
 
 def nearest_file(path: Path, pattern: str = "*") -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from strop.config import Config, load_toml, validate, with_paths
+from strop.config import Choice, Config, load_toml, validate, with_paths
 from strop.curation.decontamination import DecontaminationRule
 from strop.curation.rules import AnswerRule, OutcomeOrDuplicateRule
 from strop.errors import did_you_mean
@@ -24,7 +24,7 @@ from strop.run_directory import write_text
 from strop.tasks.rows import RowSource, Verdict
 from strop.types import Task, derive_seed
 
-RuleConfig: TypeAlias = Annotated[AnswerRule | DecontaminationRule | OutcomeOrDuplicateRule, Field(discriminator="kind")]
+RuleConfig: TypeAlias = Annotated[AnswerRule | DecontaminationRule | OutcomeOrDuplicateRule, Choice()]
 
 
 class CurationConfig(Config):

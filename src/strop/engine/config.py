@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import timeit
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema, model_validator
 
-from strop.config import Config
+from strop.config import Choice, Config
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -301,13 +300,4 @@ class SglangConfig(ServerConfig):
     kind: Literal["sglang"] = "sglang"
 
 
-def kind(tree: Any) -> str | None:
-    """Return the kind of engine that a table of a recipe names; the embedded engine by default."""
-    said = tree.get("kind", "torch") if isinstance(tree, Mapping) else getattr(tree, "kind", None)
-    return said if isinstance(said, str) else None
-
-
-EngineChoice: TypeAlias = Annotated[
-    Annotated[EngineConfig, Tag("torch")] | Annotated[VllmConfig, Tag("vllm")] | Annotated[SglangConfig, Tag("sglang")],
-    Discriminator(kind),
-]
+EngineChoice: TypeAlias = Annotated[EngineConfig | VllmConfig | SglangConfig, Choice(default="torch")]

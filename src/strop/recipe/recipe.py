@@ -271,8 +271,5 @@ def _without_required(node: Any) -> Any:
     if not isinstance(node, Mapping):
         return node
     is_table_of_strop = node.get("additionalProperties") is False
-    dropped = {"discriminator", *(["required"] if is_table_of_strop else [])}
-    out = {key: _without_required(value) for key, value in node.items() if key not in dropped}
-    if "oneOf" in out:
-        out["anyOf"] = out.pop("oneOf")
-    return out
+    dropped = ["required"] if is_table_of_strop else []
+    return {key: _without_required(value) for key, value in node.items() if key not in dropped}

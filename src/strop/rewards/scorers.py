@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from strop.config import Config
+from strop.config import Choice, Config
 from strop.errors import UserError
 from strop.http import Failures, Gatherer, JsonService, ServiceRefused, WebServiceConfig
 from strop.rewards.base import NotJudged, RolloutPart, RunService, extract_answer, final_summary, final_text, written
@@ -65,7 +65,7 @@ class VllmScorerConfig(WebServiceConfig):
     max_batch: int = MaxBatch
 
 
-AnyScorerConfig: TypeAlias = Annotated[EmbeddedScorerConfig | HttpScorerConfig | VllmScorerConfig, Field(discriminator="kind")]
+AnyScorerConfig: TypeAlias = Annotated[EmbeddedScorerConfig | HttpScorerConfig | VllmScorerConfig, Choice()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from strop.config import Config
+from strop.config import Choice, Config
 from strop.errors import TaskError
 from strop.tasks.generated import draw_expression
 from strop.types import Task, derive_seed
@@ -269,7 +269,7 @@ class RecordedDemonstrator(Config):
 
 DemonstratorConfig: TypeAlias = Annotated[
     ArithmeticDemonstrator | CalculationsDemonstrator | CountdownDemonstrator | LookupDemonstrator | RecordedDemonstrator,
-    Field(discriminator="kind"),
+    Choice(),
 ]
 
 

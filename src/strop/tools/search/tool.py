@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from strop.config import Choice
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits, MaxChars
 from strop.tools.protocol import TimedTool, Tool, ToolKind, ToolSpec, text_parameters
@@ -19,8 +20,7 @@ from strop.tools.search.http import HttpConfig, HttpSearch
 from strop.types import ToolOutcome
 
 NOTHING_FOUND = "No search results found."  # ARPO's words
-
-BackendConfig = Annotated[Bm25Config | KeptConfig | HttpConfig, Field(discriminator="kind")]
+BackendConfig = Annotated[Bm25Config | KeptConfig | HttpConfig, Choice()]
 
 
 class Search(ToolKind):
