@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from strop.rollout.scheduler.admission import Rollout, WaitingGroup, WaitingQueue
 from strop.rollout.scheduler.scheduler import RunReason, Scheduler, SchedulerConfig
-from strop.simulation.simulate import Outcome, SimulatedMachine, offers_of, prices_of, simulate, tokens_of
+from strop.simulation.simulate import Outcome, SimulatedMachine, prices_of, simulate, tokens_of
 from strop.simulation.trace import Trace, TracedGroup, TracedRollout
 from strop.types import RolloutKey
 
@@ -45,8 +45,7 @@ def _simulate_informed(trace: Trace, machines: Sequence[SimulatedMachine], *, by
         by_group: the groups whose rollouts are longest on average start first.
     """
     lengths: dict[RolloutKey, float] = {rollout.key: rollout.response_tokens for rollout in trace.rollouts}
-    offers = [replace(offer, max_tokens=int(lengths[offer.key])) for offer in offers_of(trace)]
-    offers.sort(key=lambda offer: (offer.key.task_index, -offer.max_tokens))
+    offers = {key: int(lengths[key]) for key in sorted(lengths, key=lambda key: (key.task_index, -lengths[key]))}
     if by_group:
         for group in trace.groups:
             mean = sum(lengths[rollout.key] for rollout in group.rollouts) / len(group.rollouts)

@@ -218,7 +218,7 @@ class ToolEnvironment:
             return ended(text, (), StopReason.ANSWERED)
         if self._num_turns >= self._limits.max_turns:
             return ended(text, tuple(_not_run(call) for call in calls), StopReason.TURN_LIMIT)
-        wanted, is_over_budget = self._within_budget(self._within_tool_limits([self._checked(call) for call in calls]))
+        wanted, is_over_budget = self._within_limits([self._checked(call) for call in calls])
         is_any_run = any(isinstance(each, ParsedCall) for each in wanted)
         is_told = is_any_run or not is_over_budget
         if is_told and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
@@ -264,29 +264,23 @@ class ToolEnvironment:
             return self._failed(call, ToolOutcome.WRONG_ARGUMENTS, text)
         return replace(call, arguments=arguments)
 
-    def _within_tool_limits(self, calls: Sequence[ToolCall | ParsedCall]) -> list[ToolCall | ParsedCall]:
-        """`calls`, those beyond `limits.max_calls_per_tool` as refused, in the words of ARPO's evaluation."""
-        num_used, found = self._num_run.copy(), list[ToolCall | ParsedCall]()
+    def _within_limits(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[list[ToolCall | ParsedCall], bool]:
+        """`calls`, those beyond a limit as refused or as not run, and whether there are more than `limits.max_calls`.
+
+        Those beyond `limits.max_calls_per_tool` are refused in the words of ARPO's evaluation, and take nothing of the budget.
+        """
+        num_free = len(calls) if self._limits.max_calls is None else self._limits.max_calls - self._num_run.total()
+        num_used, wanted = self._num_run.copy(), list[ToolCall | ParsedCall]()
         for each in calls:
             if isinstance(each, ParsedCall):
-                limit = self._limits.max_calls_per_tool.get(each.name)
                 num_used[each.name] += 1
-                if limit is not None and num_used[each.name] > limit:
+                if num_used[each.name] > self._limits.max_calls_per_tool.get(each.name, num_used[each.name]):
                     text = f"The maximum {each.name} call limit is exceeded. You are not allowed to use {each.name}."
                     each = self._failed(each, ToolOutcome.REJECTED, text)
-            found.append(each)
-        return found
-
-    def _within_budget(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[list[ToolCall | ParsedCall], bool]:
-        """`calls`, those that would be run beyond `limits.max_calls` as not run, and whether there are any."""
-        num_free = len(calls) if self._limits.max_calls is None else self._limits.max_calls - self._num_run.total()
-        wanted: list[ToolCall | ParsedCall] = []
-        for each in calls:
-            if isinstance(each, ParsedCall):
-                num_free -= 1
-                wanted.append(each if num_free >= 0 else _not_run(each))
-            else:
-                wanted.append(each)
+                else:
+                    num_free -= 1
+                    each = each if num_free >= 0 else _not_run(each)
+            wanted.append(each)
         if num_free >= 0:
             return wanted, False
         unread = [replace(each, text="") if isinstance(each, ToolCall) else each for each in wanted]  # the rollout ends here

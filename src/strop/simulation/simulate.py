@@ -82,47 +82,28 @@ class Outcome:
         return {name: getattr(self, name) for name in (*names, *more)} | self.ledger.as_metrics(*counts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What a scheduler learns of a rollout before it starts."""
-
-    key: RolloutKey
-    prompt_tokens: int
-    max_tokens: int
-
-
-def offers_of(trace: Trace) -> list[Offer]:
-    """Return the rollouts of a trace, as they are offered to a scheduler."""
-    return [
-        Offer(key=rollout.key, prompt_tokens=group.prompt_tokens, max_tokens=trace.max_tokens)
-        for group in trace.groups
-        for rollout in group.rollouts
-    ]
-
-
 def simulate(
     trace: Trace,
     machines: Sequence[SimulatedMachine],
     config: SchedulerConfig,
     *,
     tool_workers: int | None = None,
-    offers: Sequence[Offer] = (),
+    offers: Mapping[RolloutKey, int] | None = None,
     scheduler: Scheduler | None = None,
 ) -> Outcome:
     """Simulate one step: the rollouts of `trace`, scheduled as `config` says.
 
     Args:
         tool_workers: tool calls that run at the same time, others queue; None: no limit.
-        offers: what the scheduler learns of the rollouts; by default nothing of their lengths, as in reality.
+        offers: the largest length of each response that the scheduler learns, in the order in which rollouts are offered; by
+            default the limit, as in reality.
         scheduler: decides in place of the one of `config`.
     """
     simulation = _Simulation(trace, make_scheduler(config) if scheduler is None else scheduler, tool_workers)
     for machine in machines:
         simulation.join(machine)
-    for offer in offers or offers_of(trace):
-        simulation.handle(
-            simulation.scheduler.offered, offer.key, prompt_tokens=offer.prompt_tokens, max_tokens=offer.max_tokens
-        )
+    for key, max_tokens in (offers or {rollout.key: trace.max_tokens for rollout in trace.rollouts}).items():
+        simulation.offer(key, max_tokens=max_tokens)
     return simulation.run()
 
 
@@ -142,12 +123,10 @@ def critical_path_s(trace: Trace, machines: Sequence[SimulatedMachine]) -> float
 
 
 def _unshared_s(rollout: TracedRollout, prompt_tokens: int, timing: EngineTiming) -> float:
-    seconds, context = 0.0, prompt_tokens
-    for turn in rollout.turns:
-        seconds += timing.decode_s(turn.num_tokens, 1, context) + turn.tool_s
-        seconds += timing.prefill_token_s * turn.observation_tokens
-        context += turn.num_tokens + turn.observation_tokens
-    return seconds
+    sampled, attended, prefilled = tokens_of(rollout, prompt_tokens)
+    tools_s = sum(turn.tool_s for turn in rollout.turns)
+    engine_s = sampled * (timing.step_s + timing.row_s) + attended * timing.kv_token_s + prefilled * timing.prefill_token_s
+    return engine_s + tools_s
 
 
 def throughput_bound_s(trace: Trace, machines: Sequence[SimulatedMachine]) -> float:
@@ -239,6 +218,9 @@ class _Simulation:
         self._engines[machine.spec.name] = SimulatedEngine(machine.spec, machine.timing)
         self._plans[machine.spec.name] = 0
         self.handle(self.scheduler.engine_joined, machine.spec)
+
+    def offer(self, key: RolloutKey, *, max_tokens: int) -> None:
+        self.handle(self.scheduler.offered, key, prompt_tokens=self._rollouts[key].prompt_tokens, max_tokens=max_tokens)
 
     def handle(self, event: Callable[Concatenate[float, _P], list[Action]], *arguments: _P.args, **named: _P.kwargs) -> None:
         """Report an event to the scheduler and carry out its actions."""
