@@ -84,10 +84,10 @@ class EnginePool:
         self._may_send.set()
         self._sending = asyncio.Lock()
         self._first_loss: EngineLost | None = None  # since the last publication
-        self._stall_timeout_s = stall_timeout_s
-        self._publish_deadline_s = stall_timeout_s if publish_deadline_s is None else publish_deadline_s
+        self.stall_timeout_s = stall_timeout_s
+        self.publish_deadline_s = stall_timeout_s if publish_deadline_s is None else publish_deadline_s
         self._engines: dict[str, PooledEngine] = {}
-        self._num_generations: Counter[int] = Counter()  # by index: engines that had it
+        self.num_generations: Counter[int] = Counter()  # by index: engines that had it
         self._batch: RolloutBatch | None = None
         self._is_shared = False  # the batch that runs
         self._num_sharing = 0
@@ -104,7 +104,7 @@ class EnginePool:
         self._num_replaced = 0  # in this step
         self._missing: dict[int, str] = {}  # lost engines that were not replaced, by index
         for index, engine in enumerate(engines):
-            self._join(self._pooled(engine, index))
+            self._join(PooledEngine(self, engine, index=index))
 
     @property
     def engines(self) -> dict[str, InferenceEngine]:
@@ -134,18 +134,16 @@ class EnginePool:
         self._may_send.clear()
         async with self._sending:
             self._publish, self.policy_version, self._checksum, self._first_loss = publish, version, "", None
-            engines = list(self._engines.values())
             try:
-                if engines:
-                    await self._send(publish, engines)
+                failed = await self._send(publish, list(self._engines.values())) if self._engines else {}
             finally:
                 self.oldest_version = version
         self._may_send.set()
         if self._batch is not None:  # which may last as long as its stage
             self._replace_missing()
-        for engine in engines:
-            if engine.weights_error is not None and engine.name in self._engines:  # else the pool was closed in the meantime
-                self.remove(engine, engine.weights_error)
+        for engine, error in failed.items():
+            if engine.name in self._engines:  # else the pool was closed in the meantime
+                self.remove(engine, error)
         while not self._engines and self.is_replacing:
             await self.replacement_settled()
         self._check_not_empty()
@@ -272,8 +270,8 @@ class EnginePool:
         pooled: PooledEngine | None = None
         try:
             async with asyncio.timeout(_OPEN_S):
-                name = engine_name(index, self._num_generations[index] + 1)
-                pooled = self._pooled(await open_another(index, name), index)
+                name = engine_name(index, self.num_generations[index] + 1)
+                pooled = PooledEngine(self, await open_another(index, name), index=index)
             await self._admit(pooled, replaces=lost)
         except BaseException as error:
             if pooled is not None:
@@ -291,10 +289,8 @@ class EnginePool:
             async with self._sending:
                 if not self._may_send.is_set():
                     continue
-                if self._publish is not None:
-                    await self._send(self._publish, [engine])
-                if engine.weights_error is not None:
-                    raise engine.weights_error
+                if self._publish is not None and (failed := await self._send(self._publish, [engine])):
+                    raise failed[engine]
                 if (held := engine.engine.policy_version) != self.policy_version:
                     raise WeightsNotProven(f"it holds policy version {held}, not {self.policy_version}.")
                 logger.info("%s replaces %s", engine.name, replaces)
@@ -313,24 +309,14 @@ class EnginePool:
         if self._batch is not None:
             self._batch.check_engines()
 
-    def _pooled(self, engine: InferenceEngine, index: int) -> PooledEngine:
-        """Return the next engine with this index. It has not joined yet."""
-        return PooledEngine(
-            engine,
-            index=index,
-            generation=self._num_generations[index] + 1,
-            stall_timeout_s=self._stall_timeout_s,
-            publish_deadline_s=self._publish_deadline_s,
-        )
-
     def _join(self, engine: PooledEngine) -> None:
-        self._num_generations[engine.index] += 1
+        self.num_generations[engine.index] += 1
         self._engines[engine.name] = engine
         if self._batch is not None:
             self._batch.join(engine)
 
-    async def _send(self, publish: Publish, engines: Sequence[PooledEngine]) -> None:
-        """Send the current weights. `weights_error` of each engine says afterwards why it did not prove them.
+    async def _send(self, publish: Publish, engines: Sequence[PooledEngine]) -> dict[PooledEngine, EngineLost]:
+        """Send the current weights. Return the engines that did not prove them, and why.
 
         Raises:
             WeightsNotProven: the weights differ from those that were published as this version before.
@@ -338,7 +324,7 @@ class EnginePool:
         async with publish(engines[0].engine.capabilities) as publication:
             loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in engines]
             try:
-                await asyncio.gather(*loads)
+                errors = await asyncio.gather(*loads)
             finally:
                 for load in loads:
                     load.cancel()
@@ -350,6 +336,7 @@ class EnginePool:
                 f" {checksum}, and was {self._checksum}. An engine can join after the next publication."
             )
         self._checksum = checksum
+        return {engine: error for engine, error in zip(engines, errors, strict=True) if error is not None}
 
     def _close_later(self, engine: PooledEngine) -> None:
         del self._engines[engine.name]
@@ -367,15 +354,12 @@ class EnginePool:
 class PooledEngine:
     """The `generation`-th engine that has had index `index` in its pool. It keeps its name for its whole life."""
 
-    def __init__(
-        self, engine: InferenceEngine, *, index: int, generation: int, stall_timeout_s: float, publish_deadline_s: float
-    ) -> None:
-        self.engine, self.index, self.generation = engine, index, generation
-        self.name = engine_name(index, generation)
+    def __init__(self, pool: EnginePool, engine: InferenceEngine, *, index: int) -> None:
+        self.engine, self.index, self.generation = engine, index, pool.num_generations[index] + 1
+        self.name = engine_name(index, self.generation)
         self.spec = make_spec(self.name, engine)
         self.loss = ""  # why the engine was removed; empty while it is in use
-        self.weights_error: EngineLost | None = None  # why it did not prove the newest weights
-        self._stall_timeout_s, self._publish_deadline_s = stall_timeout_s, publish_deadline_s
+        self._pool = pool
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -412,7 +396,7 @@ class PooledEngine:
 
     async def _wait_for(self, asked: asyncio.Task[Completion], request: CompletionRequest) -> None:
         """Wait while the engine computes, for this request or for others. Raises `EngineLost` when it does not."""
-        loop, within_s, seen, why = asyncio.get_running_loop(), self._stall_timeout_s, -1, ""
+        loop, within_s, seen, why = asyncio.get_running_loop(), self._pool.stall_timeout_s, -1, ""
         since_s = loop.time()
         while not (await asyncio.wait({asked}, timeout=within_s / _LOOKS))[0]:
             now = seen
@@ -441,9 +425,9 @@ class PooledEngine:
         except (TimeoutError, MachineError, OSError) as error:
             logger.warning("%s did not release %s: %s", self.name, request_id, error or f"waited {_RELEASE_S:g} s")
 
-    async def load_weights(self, publication: Publication) -> None:
-        """Take weights. A failure of the engine is kept in `weights_error`; an error of the trainer is raised."""
-        within_s, self.weights_error = self._publish_deadline_s, None
+    async def load_weights(self, publication: Publication) -> EngineLost | None:
+        """Take weights. Return a failure of the engine; raise an error of the trainer."""
+        within_s = self._pool.publish_deadline_s
         timeout = asyncio.timeout(within_s)
         try:
             async with timeout:
@@ -452,15 +436,15 @@ class PooledEngine:
             if publication.error is not None:
                 raise publication.error from None
             if timeout.expired():
-                self.weights_error = EngineLost(
+                return EngineLost(
                     f"it hangs: the weights of version {publication.version} were not taken within {within_s:g} s."
                 )
-            elif isinstance(error, EngineLost):
-                self.weights_error = error
-            elif isinstance(error, MachineError | MemoryError | OSError):
-                self.weights_error = EngineLost(f"it could not take weights: {type(error).__name__}: {error}")
-            else:
-                raise
+            if isinstance(error, EngineLost):
+                return error
+            if isinstance(error, MachineError | MemoryError | OSError):
+                return EngineLost(f"it could not take weights: {type(error).__name__}: {error}")
+            raise
+        return None
 
     def remove(self, reason: str) -> None:
         """End all running completions with `EngineRemovedError`."""
