@@ -1,5 +1,6 @@
 import asyncio
 import json
+from dataclasses import astuple
 
 import pytest
 from toy_tokenizers import byte_tokenizer
@@ -73,9 +74,9 @@ def cut_off(text):
     return completion(text, ending=(), finish_reason=FinishReason.LENGTH)
 
 
-def environment(tool=None, observe=None, seed=0, **limits):
+def environment(tool=None, record_call=None, seed=0, **limits):
     prompt = load_prompt("plain")
-    return ToolEnvironments(CHAT, prompt, [tool or Adder()], RolloutLimits(**limits), observe)(TASK, seed=seed)
+    return ToolEnvironments(CHAT, prompt, [tool or Adder()], RolloutLimits(**limits), record_call)(TASK, seed=seed)
 
 
 def play(env, *completions, num_tokens_left=PLENTY):
@@ -227,11 +228,11 @@ def test_an_argument_of_the_python_tool_that_is_left_out_has_its_default_and_is_
         json.dumps({"name": "python", "arguments": each}) for each in ({"code": "1"}, {"input": "2"}, {"code": "1", "input": 2})
     ]
     text = "".join(f"<tool_call>{each}</tool_call>" for each in said)
-    (observation,) = play(environment(tool, observe=lambda task, *, seed: ledger), completion(text))
+    (observation,) = play(environment(tool, record_call=ledger.record_call), completion(text))
     assert outcomes(observation) == [ToolOutcome.STDOUT, ToolOutcome.WRONG_ARGUMENTS, ToolOutcome.WRONG_ARGUMENTS]
     assert (observation.calls[0].text, observation.calls[0].arguments) == ("1 of ''", '{"code": "1"}')
     assert "missing required argument 'code'" in observation.calls[1].text
-    assert ledger.events[0] == ("opened", 0, 0, "python", {"code": "1", "input": ""})
+    assert ledger.events[0] == ("opened", 0, 0, 0, "python", {"code": "1", "input": ""})
     assert tool.spec.as_function()["function"]["parameters"]["required"] == ["code", "input"]
 
 
@@ -269,7 +270,7 @@ def test_half_a_surrogate_pair_in_a_result_is_written_out():
             return ToolResult(outcome=ToolOutcome.STDOUT, text="é \ud83d!", duration_s=0.0)
 
     ledger = Ledger()
-    (observation,) = play(environment(Emoji(), observe=lambda task, *, seed: ledger), completion(call()))
+    (observation,) = play(environment(Emoji(), record_call=ledger.record_call), completion(call()))
     assert "é \\ud83d!" in CHAT.decode(observation.ids)
     assert (observation.calls[0].text, ledger.events[-1][-1]) == ("é \\ud83d!", "é \\ud83d!")
 
@@ -318,25 +319,24 @@ class Ledger:
         self.results = dict(results)
         self.events = []
 
-    def opened(self, *, turn, index, name, arguments):
-        self.events.append(("opened", turn, index, name, dict(arguments)))
+    async def record_call(self, place, call, run):
+        if (place.turn, place.index) in self.results:
+            return self.results[place.turn, place.index]
+        self.events.append(("opened", *astuple(place), call.name, dict(call.arguments)))
+        result = await run()
+        self.events.append(("closed", *astuple(place), result.text))
+        return result
 
-    def closed(self, *, turn, index, result):
-        self.events.append(("closed", turn, index, result.text))
 
-    def recorded(self, *, turn, index, name, arguments):
-        return self.results.get((turn, index))
-
-
-def test_an_observer_sees_each_call_open_and_close():
+def test_a_recorder_sees_each_call_open_and_close():
     ledger = Ledger()
-    env = environment(observe=lambda task, *, seed: ledger)
+    env = environment(record_call=ledger.record_call, seed=7)
     play(env, completion("<tool_call>{}</tool_call>" + call()), completion(call(1, 1)))
     assert ledger.events == [
-        ("opened", 0, 1, "add", {"a": 2, "b": 3}),
-        ("closed", 0, 1, "5"),
-        ("opened", 1, 0, "add", {"a": 1, "b": 1}),
-        ("closed", 1, 0, "2"),
+        ("opened", 7, 0, 1, "add", {"a": 2, "b": 3}),
+        ("closed", 7, 0, 1, "5"),
+        ("opened", 7, 1, 0, "add", {"a": 1, "b": 1}),
+        ("closed", 7, 1, 0, "2"),
     ]
 
 
@@ -344,7 +344,7 @@ def test_a_recorded_outcome_is_given_again_instead_of_running_the_call():
     tool = Adder()
     timed_out = ToolResult(outcome=ToolOutcome.TIMEOUT, text="Timed out.", duration_s=4.0)
     ledger = Ledger({(0, 0): timed_out})
-    (observation,) = play(environment(tool, observe=lambda task, *, seed: ledger), completion(call()))
+    (observation,) = play(environment(tool, record_call=ledger.record_call), completion(call()))
     assert (outcomes(observation), observation.calls[0].text) == ([ToolOutcome.TIMEOUT], "Timed out.")
     assert not tool.seeds
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Protocol, TypeVar, runtime_checkable
 
 from pydantic import Field
@@ -106,23 +107,23 @@ class RolloutLimits(Config):
     )
 
 
-class ToolObserver(Protocol):
-    """Follows the tool calls of one rollout, so that an interrupted run knows what was open and what had come back."""
+@dataclass(frozen=True, slots=True)
+class CallPlace:
+    """Which call of which rollout."""
 
-    def opened(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> None:
-        """The call is about to be run."""
-
-    def closed(self, *, turn: int, index: int, result: ToolResult) -> None:
-        """The call came back; `result.text` is what the policy will be shown. Not called when the tool broke."""
-
-    def recorded(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> ToolResult | None:
-        """The result that the same call had before an interruption, to be given again instead of running it (law 8)."""
+    seed: int  # of the rollout
+    turn: int
+    index: int  # in the turn
 
 
-class ToolObserverFactory(Protocol):
-    """Makes the observer of one rollout; `seed` is the rollout's own."""
+class CallRecorder(Protocol):
+    """Records the tool calls of rollouts, so that an interrupted run knows what was open and what had come back."""
 
-    def __call__(self, task: Task, *, seed: int) -> ToolObserver: ...
+    async def __call__(self, place: CallPlace, call: ParsedCall, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """Return what `run` returns: the result as the policy will be shown it. It raises where the tool breaks.
+
+        If the same call had a result before an interruption, that is returned instead, and nothing is run (law 8).
+        """
 
 
 class ToolEnvironments:
@@ -138,7 +139,7 @@ class ToolEnvironments:
         prompt: Prompt,
         tools: Sequence[Tool],
         limits: RolloutLimits,
-        observe: ToolObserverFactory | None = None,
+        record_call: CallRecorder | None = None,
         kind: EnvironmentKind | None = None,
     ) -> None:
         self.kind = kind or Tools()
@@ -146,7 +147,7 @@ class ToolEnvironments:
         self.prompt = prompt
         self.limits = limits
         self.tools = {tool.spec.name: tool for tool in tools}
-        self.observe = observe
+        self.record_call = record_call
         if len(self.tools) < len(tools):
             names = [tool.spec.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
@@ -173,7 +174,6 @@ class ToolEnvironment:
         self._chat, self._limits, self._format = shared.chat, shared.limits, shared.format
         self._tools: dict[str, Tool] = {}  # the rollout's own
         self._task = task
-        self._observer = None if shared.observe is None else shared.observe(task, seed=seed)
         self._seed = seed
         self._num_turns = 0
         self._num_run: Counter[str] = Counter()  # calls, by tool
@@ -290,7 +290,9 @@ class ToolEnvironment:
         if isinstance(call, ToolCall):
             return call
         self._num_run[call.name] += 1
-        result = await self._run(self._tools[call.name], index, call)
+        place, record = CallPlace(self._seed, self._num_turns - 1, index), self._shared.record_call
+        run = partial(self._run, self._tools[call.name], place, call)
+        result = await (run() if record is None else record(place, call, run))
         return ToolCall(
             name=call.name,
             arguments=call.arguments_text,
@@ -299,24 +301,19 @@ class ToolEnvironment:
             duration_s=result.duration_s,
         )
 
-    async def _run(self, tool: Tool, index: int, call: ParsedCall) -> ToolResult:
-        turn = self._num_turns - 1
-        if self._observer is not None:
-            recorded = self._observer.recorded(turn=turn, index=index, name=call.name, arguments=call.arguments)
-            if recorded is not None:
-                return recorded
-            self._observer.opened(turn=turn, index=index, name=call.name, arguments=call.arguments)
+    async def _run(self, tool: Tool, place: CallPlace, call: ParsedCall) -> ToolResult:
+        """Return the result as the policy will be shown it."""
         within_s = tool.longest_call_s + self._limits.deadline_s
         timeout: asyncio.Timeout | None = None
         try:
             async with deadline(within_s) as timeout:
-                result = await tool.call(call.arguments, seed=derive_seed(self._seed, turn, index))
+                result = await tool.call(call.arguments, seed=derive_seed(place.seed, place.turn, place.index))
         except TimeoutError as error:
             if timeout is None or not timeout.expired():
                 raise
             own = f"{tool.longest_call_s:g} s by its own limits and limits.deadline_s = {self._limits.deadline_s:g}"
             raise DeadlineExceeded(
-                f"tool {call.name!r} gave no answer to call {index} of turn {turn} of task {self._task.id!r} within"
+                f"tool {call.name!r} gave no answer to call {place.index} of turn {place.turn} of task {self._task.id!r} within"
                 f" {within_s:g} s ({own})."
             ) from error
         what, about = f"tool {call.name!r}", f"for task {self._task.id!r}"
@@ -324,10 +321,7 @@ class ToolEnvironment:
         text = self._shortened(result.text.rstrip("\n")) or self._format.empty_text(call.name)
         is_error = result.outcome.is_error
         text = self._describe_failure(result.outcome, text) if is_error else self._shared.prompt.describe_success(text)
-        shown = ToolResult(outcome=result.outcome, text=text, duration_s=result.duration_s)
-        if self._observer is not None:
-            self._observer.closed(turn=turn, index=index, result=shown)
-        return shown
+        return ToolResult(outcome=result.outcome, text=text, duration_s=result.duration_s)
 
     def _failed(self, call: Call, outcome: ToolOutcome, message: str) -> ToolCall:
         return _told(call.name, call.arguments_text, outcome, self._describe_failure(outcome, message))

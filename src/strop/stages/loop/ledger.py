@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter
 
 from strop.errors import RunError
-from strop.rollout.environment import ToolObserver
+from strop.rollout.environment import CallPlace
 from strop.rollout.player import Spent
 from strop.rollout.scheduler.report import BatchReport
+from strop.rollout.tool_calls import ParsedCall
 from strop.run_directory import (
     LineWriter,
     StageDirectory,
@@ -33,7 +34,7 @@ from strop.run_directory import (
 )
 from strop.stages.context import StageContext
 from strop.tools.protocol import ToolResult
-from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
+from strop.types import Group, RolloutKey, ScoredTrajectory, ToolOutcome
 
 Rollouts: TypeAlias = list[ScoredTrajectory]
 _SCORED = TypeAdapter(ScoredTrajectory)
@@ -114,7 +115,7 @@ def void_reasons(rollouts: Path) -> list[str]:
 
 
 class StepLedger:
-    """The two files of one step, open for appending. Implements `PlayObserver` and `ToolObserverFactory`."""
+    """The two files of one step, open for appending. Implements `PlayObserver`."""
 
     def __init__(
         self, rollouts: Path, *, weights: str, published: Mapping[int, str], reuse: Callable[[Rollouts], Rollouts] | None = None
@@ -185,8 +186,15 @@ class StepLedger:
         facts = {"weights": weights, "groups": members, "figures": dict(figures), "time_s": time_s}
         self._lines.append({"event": "closed", **facts})
 
-    def __call__(self, task: Task, *, seed: int) -> ToolObserver:
-        return _RolloutTools(self._lines, self._recorded, seed)
+    async def record_call(self, place: CallPlace, call: ParsedCall, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """See `CallRecorder`."""
+        identity = _identify(call.name, call.arguments)
+        if (found := self._recorded.get((place, identity))) is not None:
+            return found
+        self._lines.append({"event": "tool_opened", **asdict(place), "call": identity})
+        result = await run()
+        self._lines.append({"event": "tool_closed", **asdict(place), "result": asdict(result)})
+        return result
 
     def close(self) -> None:
         """Everything written is on disk when this returns."""
@@ -195,28 +203,7 @@ class StepLedger:
             writer.close()
 
 
-class _RolloutTools:
-    """The tool calls of one rollout, which its seed names."""
-
-    def __init__(self, lines: LineWriter, recorded: Mapping[_CallKey, ToolResult], seed: int) -> None:
-        self._lines = lines
-        self._recorded = recorded
-        self._seed = seed
-
-    def opened(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> None:
-        self._lines.append({"event": "tool_opened", **self._place(turn, index), "call": _identify(name, arguments)})
-
-    def closed(self, *, turn: int, index: int, result: ToolResult) -> None:
-        self._lines.append({"event": "tool_closed", **self._place(turn, index), "result": asdict(result)})
-
-    def recorded(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> ToolResult | None:
-        return self._recorded.get((self._seed, turn, index, _identify(name, arguments)))
-
-    def _place(self, turn: int, index: int) -> dict[str, int]:
-        return {"seed": self._seed, "turn": turn, "index": index}
-
-
-_CallKey = tuple[int, int, int, str]
+_CallKey = tuple[CallPlace, str]
 
 
 def ledger_of(rollouts: Path) -> Path:
@@ -228,17 +215,17 @@ def _identify(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def _wall_clock_results(path: Path) -> dict[_CallKey, ToolResult]:
-    calls: dict[tuple[int, int, int], str] = {}
+    calls: dict[CallPlace, str] = {}
     results: dict[_CallKey, ToolResult] = {}
     for line in read_lines(path):
         if line["event"] not in ("tool_opened", "tool_closed"):
             continue
-        place = (line["seed"], line["turn"], line["index"])
+        place = CallPlace(line["seed"], line["turn"], line["index"])
         if line["event"] == "tool_opened":
             calls[place] = line["call"]
         elif line["result"]["outcome"] in _WALL_CLOCK:
             result: dict[str, Any] = line["result"] | {"outcome": ToolOutcome(line["result"]["outcome"])}
-            results[(*place, calls[place])] = ToolResult(**result)
+            results[(place, calls[place])] = ToolResult(**result)
     return results
 
 

@@ -73,7 +73,9 @@ class GroupPlayer:
         Args:
             stage: as its schedule has it now.
         """
-        environments = ToolEnvironments(self.chat, self._prompt, self.context.tools, stage.limits, ledger, stage.environment)
+        environments = ToolEnvironments(
+            self.chat, self._prompt, self.context.tools, stage.limits, ledger.record_call, stage.environment
+        )
         player = Player(
             engine=self.pool,
             environments=environments,
