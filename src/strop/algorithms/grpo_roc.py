@@ -155,30 +155,23 @@ class GRPORoC(GroupMethod):
 
     def _draw(self, group: Group, seed: int) -> list[_Candidate]:
         """Every rollout with its place in the draw of its side, in the group's order."""
-        penalties = [self._penalties(scored.trajectory) for scored in group.trajectories]
-        is_positive = [scored.reward > 0 for scored in group.trajectories]
-        weights = [
-            1.0 / (self._total(of_rollout) + self.config.eps_roc) if positive else 1.0
-            for of_rollout, positive in zip(penalties, is_positive, strict=True)
-        ]
-        places: dict[int, int] = {}
-        sizes: dict[bool, int] = {}
+        found: dict[int, _Candidate] = {}
         for side in (True, False):
-            rows = [row for row, positive in enumerate(is_positive) if positive == side]
-            keys = [group.trajectories[row].trajectory.key for row in rows]
-            order = draw_order([weights[row] for row in rows], keys, seed, is_greedy=self.config.selection == "greedy")
-            places |= {rows[drawn]: place for place, drawn in enumerate(order, start=1)}
-            sizes[side] = len(rows)
-        return [
-            _Candidate(
-                is_positive=positive,
-                penalties=penalties[row],
-                weight=weights[row],
-                place=places[row],
-                num_drawn_from=sizes[positive],
-            )
-            for row, positive in enumerate(is_positive)
-        ]
+            rows = [row for row, scored in enumerate(group.trajectories) if (scored.reward > 0) == side]
+            trajectories = [group.trajectories[row].trajectory for row in rows]
+            penalties = [self._penalties(trajectory) for trajectory in trajectories]
+            weights = [1.0 / (self._total(each) + self.config.eps_roc) if side else 1.0 for each in penalties]
+            keys = [trajectory.key for trajectory in trajectories]
+            order = draw_order(weights, keys, seed, is_greedy=self.config.selection == "greedy")
+            for place, drawn in enumerate(order, start=1):
+                found[rows[drawn]] = _Candidate(
+                    is_positive=side,
+                    penalties=penalties[drawn],
+                    weight=weights[drawn],
+                    place=place,
+                    num_drawn_from=len(rows),
+                )
+        return [found[row] for row in range(len(group.trajectories))]
 
     def _penalties(self, trajectory: Trajectory) -> dict[str, float]:
         """Of which p_total is made."""

@@ -125,16 +125,11 @@ class Prompt(Config):
         question = self.bare(question)
         messages = self.messages or (PromptMessage(role="user", content=self.raw),)
         signatures = "\n".join(json.dumps(tool.as_function(), ensure_ascii=False) for tool in tools)
+        places = {"question": Span(text=question, is_ours=False), "tools": Span(text=signatures, is_ours=True)}
         filled = []
         for one in messages:
-            spans = []
-            for position, piece in enumerate(_PLACEHOLDER.split(one.content)):
-                if position % 2 == 0:
-                    spans.append(Span(text=piece, is_ours=True))
-                elif piece == "question":
-                    spans.append(Span(text=question, is_ours=False))
-                else:
-                    spans.append(Span(text=signatures, is_ours=True))
+            pieces = enumerate(_PLACEHOLDER.split(one.content))  # every second one is the name of a place
+            spans = [places[piece] if position % 2 else Span(text=piece, is_ours=True) for position, piece in pieces]
             filled.append(Message(role=one.role, spans=tuple(span for span in spans if span.text)))
         return tuple(filled)
 
