@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from strop.engine.protocol import (
     Capabilities,
@@ -18,6 +18,7 @@ from strop.engine.protocol import (
 )
 from strop.engine.publication import Publication
 from strop.errors import EngineLost, MachineError, StropError, WeightsNotProven
+from strop.rollout.environment import all_of, end
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.batch import RESUME, EngineRemovedError, RolloutBatch
 from strop.rollout.scheduler.report import BatchReport
@@ -33,7 +34,6 @@ _RELEASE_S = 10.0
 _SETTLE_S = 5.0  # for cancelled completions to end
 _CLOSE_S = 60.0
 _OPEN_S = 900.0
-_ResultT = TypeVar("_ResultT")
 
 Publish: TypeAlias = Callable[[Capabilities], AbstractAsyncContextManager[Publication]]
 """Offers the current weights as engines of these capabilities take them, as long as the context lasts."""
@@ -214,9 +214,7 @@ class EnginePool:
         for engine in list(self._engines.values()):
             self._close_later(engine)
         self._open_another = None
-        for task in self._opening:
-            task.cancel()
-        await asyncio.gather(*self._opening, return_exceptions=True)
+        await end(list(self._opening))
         await asyncio.gather(*self._closing)
 
     def remove(self, engine: PooledEngine, error: EngineLost) -> None:
@@ -322,13 +320,7 @@ class EnginePool:
             WeightsNotProven: the weights differ from those that were published as this version before.
         """
         async with publish(engines[0].engine.capabilities) as publication:
-            loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in engines]
-            try:
-                errors = await asyncio.gather(*loads)
-            finally:
-                for load in loads:
-                    load.cancel()
-                await asyncio.wait(loads)
+            errors = await all_of([engine.load_weights(publication) for engine in engines])
             checksum = await publication.checksum()
         if self._checksum not in ("", checksum):
             raise WeightsNotProven(
@@ -360,7 +352,7 @@ class PooledEngine:
         self.spec = make_spec(self.name, engine)
         self.loss = ""  # why the engine was removed; empty while it is in use
         self._pool = pool
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[Completion]] = set()
 
     @property
     def tolerated_tokens(self) -> int:
@@ -377,7 +369,9 @@ class PooledEngine:
         """
         if self.loss:
             raise EngineRemovedError(self.loss)
-        asked = self.start(self.engine.complete(request))
+        asked = asyncio.ensure_future(self.engine.complete(request))
+        self._running.add(asked)
+        asked.add_done_callback(self._ended)
         try:
             await self._wait_for(asked, request)
             if self.loss:
@@ -464,13 +458,7 @@ class PooledEngine:
         except (MachineError, OSError) as error:  # TimeoutError is an OSError
             logger.warning("%s could not be closed: %s", self.name, error or f"waited {_CLOSE_S:g} s")
 
-    def start(self, work: Coroutine[Any, Any, _ResultT]) -> asyncio.Task[_ResultT]:
-        task = asyncio.ensure_future(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Task[Completion]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # read, so that asyncio does not log the error of a task that nothing waits for
