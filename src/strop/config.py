@@ -7,13 +7,16 @@ nearest real one, with its full path in the recipe.
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 import shlex
 import tomllib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
@@ -24,6 +27,8 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from strop.errors import ConfigError, did_you_mean
 
 _LARGEST, _LARGEST_FLOAT = 10**12, 1e38  # about what float32 holds
+_INSTANCE = "\0instance"  # stands for what is no data, while its table goes through JSON
+_instances: ContextVar[list[Any] | None] = ContextVar("instances", default=None)
 
 
 class Config(BaseModel):
@@ -61,6 +66,7 @@ def import_code(tables: Any, key: str) -> None:
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Choice:
@@ -87,7 +93,34 @@ class Choice:
             raise PydanticCustomError("no_kind", f"kind: required, but not set; one of {', '.join(kinds)}.")
         if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(f"kind: {kind!r} is not one of {', '.join(kinds)}.{did_you_mean(str(kind), kinds)}")
-        return kinds[kind].model_validate_json(json.dumps(value, default=str))
+        return from_keys(kinds[kind], value)
+
+
+def from_keys(model: type[ModelT], keys: Mapping[str, Any]) -> ModelT:
+    """Return `keys` as a `model`. Values may be those of a recipe (lists, words, numbers), configs and components.
+
+    They pass through JSON, where lists become tuples and strings become paths and enums, and nothing else is converted.
+    """
+    before = _instances.get()
+    instances = [] if before is None else before
+    token = _instances.set(instances)
+    try:
+        return model.model_validate_json(json.dumps(keys, default=partial(_as_json, instances)))
+    finally:
+        _instances.reset(token)
+
+
+def instance(table: Mapping[str, Any]) -> Any:
+    """Return the component or function that `table` stands for in `from_keys`; None if it is a table of a recipe."""
+    number = table.get(_INSTANCE)
+    return (_instances.get() or [])[number] if isinstance(number, int) else None
+
+
+def _as_json(instances: list[Any], value: Any) -> Any:
+    if hasattr(type(value), "class_of") or inspect.isfunction(value):  # a component of `strop.registry`
+        instances.append(value)
+        return {_INSTANCE: len(instances) - 1}
+    return value.model_dump(mode="json") if isinstance(value, Config) else str(value)
 
 
 def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -147,32 +180,19 @@ def validate(
     place: str,
     written_at: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda path: path,
 ) -> ConfigT:
-    """`tree` as a `model`; every mistake in one `ConfigError`, one line each, with the path of the key.
-
-    The tree is validated in JSON mode: lists become tuples, strings become paths and enums, and nothing else is converted.
+    """`tree` as a `model`; every mistake in one `ConfigError`, one line each, with the path of the key. See `from_keys`.
 
     Args:
+        place: what has the keys.
         written_at: where the user wrote what lies at a path of `tree`; a mistake is reported for that place, once.
     """
     try:
-        return model.model_validate_json(json.dumps(tree, default=str))
+        return from_keys(model, tree)
     except ValidationError as error:
-        raise explained(error, model, tree, place=place, written_at=written_at) from error
-
-
-def explained(
-    error: ValidationError,
-    model: type[BaseModel],
-    tree: Mapping[str, Any],
-    *,
-    place: str,
-    written_at: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda path: path,
-) -> ConfigError:
-    """Return the mistakes of `tree` as one error; see `validate`."""
-    details = error.errors(include_url=False)
-    each = [_explain(model, tree, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)]
-    lines = list(dict.fromkeys(each))
-    return ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0]))
+        details = error.errors(include_url=False)
+        each = [_explain(model, tree, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)]
+        lines = list(dict.fromkeys(each))
+        raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
 
 
 def _is_of_others(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:

@@ -5,33 +5,27 @@ A user's module is imported here. A mistake in it is one `ConfigError` that name
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 import zlib
 from abc import ABC
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from strop import config as configs
-from strop.config import ConfigT
 from strop.errors import ConfigError, StropError, UserError, did_you_mean
 
 SCRIPT = "strop_script_"
 """How the names of modules begin that were imported from a path."""
-_INSTANCE = "\0component"  # stands for a component that is built already, while its table goes through JSON
-_instances: ContextVar[list[Any] | None] = ContextVar("instances", default=None)
 
 
 class Component(ABC):
@@ -54,7 +48,7 @@ class Component(ABC):
     config: Any
 
     def __init__(self, config: configs.Config | None = None, /, **keys: Any) -> None:
-        self.config = checked(self.Config, keys, place=type(self).__name__) if config is None else config
+        self.config = configs.validate(self.Config, keys, place=type(self).__name__) if config is None else config
 
     @property
     def kind(self) -> str:
@@ -104,8 +98,8 @@ class Component(ABC):
         table = {cls.kind_key: value} if isinstance(value, str) else value
         if not isinstance(table, Mapping):
             raise ValueError(f"{value!r} is neither a kind nor a table. Write {cls.kind_key} = {_one_of(cls)}.")
-        if isinstance(number := table.get(_INSTANCE), int):
-            return cls.of((_instances.get() or [])[number])
+        if (built_before := configs.instance(table)) is not None:
+            return cls.of(built_before)
         keys = {key: each for key, each in table.items() if key != cls.kind_key}
         kind = table.get(cls.kind_key, cls.default_kind or None)
         if not isinstance(kind, str):
@@ -115,7 +109,7 @@ class Component(ABC):
         except ConfigError as error:
             said = str(error).removeprefix(f"{cls.kind_key}: ")
             raise ValueError(f"{cls.kind_key}: {said}") from error
-        built = found(from_keys(found.Config, keys))
+        built = found(configs.from_keys(found.Config, keys))
         if not hasattr(built, "config"):
             raise ValueError(f"{cls.kind_key}: {kind}: its __init__ does not call super().__init__(...). Add that call.")
         return built
@@ -174,37 +168,6 @@ class Component(ABC):
 
 _described: list[type[Component]] = []
 """Classes whose schema is being made."""
-
-
-def from_keys(model: type[ConfigT], keys: Mapping[str, Any]) -> ConfigT:
-    """Return `keys` as a `model`. Values may be those of a recipe (lists, words, numbers), configs and components.
-
-    They pass through JSON, where lists become tuples and strings become paths and enums, and nothing else is converted.
-    """
-    before = _instances.get()
-    instances = [] if before is None else before
-    token = _instances.set(instances)
-    try:
-        return model.model_validate_json(json.dumps(keys, default=functools.partial(_as_json, instances)))
-    finally:
-        _instances.reset(token)
-
-
-def checked(model: type[ConfigT], keys: Mapping[str, Any], *, place: str) -> ConfigT:
-    """As `from_keys`. Raises `ConfigError` with each mistake; `place` is what has the keys."""
-    try:
-        return from_keys(model, keys)
-    except ValidationError as error:
-        raise configs.explained(error, model, keys, place=place) from error
-
-
-def _as_json(instances: list[Any], value: Any) -> Any:
-    if isinstance(value, Component) or inspect.isfunction(value):
-        instances.append(value)
-        return {_INSTANCE: len(instances) - 1}
-    if isinstance(value, configs.Config):
-        return value.model_dump(mode="json")
-    return str(value)
 
 
 def kind_of(found: type[Component]) -> str:

@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE, recipe_of, run_recipe
+from strop.config import from_keys
 from strop.curation.rules import outcome_of
 from strop.errors import MachineError, RunError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.recipe import Recipe, resolve
-from strop.registry import from_keys
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.evaluation import Eval
 from strop.stages.filter import Filter, why_dropped

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.config import validate
 from strop.errors import ConfigError, RunError, did_you_mean
 from strop.pipeline.run import TrainResult
 from strop.pipeline.run import train as run_recipe
 from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
 from strop.recipe.stage import STAGE_BEFORE, Product, Stage
-from strop.registry import checked
 from strop.reports.console import ConsoleProgress
 from strop.reports.trackers import Progress
 from strop.run_directory import RunDirectory
@@ -57,7 +57,7 @@ def recipe_of_keys(keys: Mapping[str, Any]) -> Recipe:
     tree["stages"] = _with_init(named)
     if shared := [key for key in SHARED_TABLES if key in tree and is_made]:
         raise ConfigError(f"{shared[0]}: stages that are made in Python do not read it from the root. Give it to each stage.")
-    return checked(Recipe, resolve(tree), place="train()")
+    return validate(Recipe, resolve(tree), place="train()")
 
 
 def _named(stages: Sequence[Stage]) -> dict[str, Stage]:
