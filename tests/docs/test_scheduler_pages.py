@@ -5,20 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.report import BatchReport, EngineReport, EngineUsage, Ledger, StepFunction
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8")
 
 
 def report() -> BatchReport:
-    engine = EngineReport(
-        name="engine-0",
-        max_rows=1,
-        kv_tokens=1,
-        usage=EngineUsage(joined_s=0.0),
-        left_s=1.0,
-        loss="",
-    )
+    spec = EngineSpec(name="engine-0", kv_blocks=1, block_tokens=1, max_conversations=1)
+    engine = EngineReport(spec=spec, usage=EngineUsage(joined_s=0.0), left_s=1.0, loss="")
     return BatchReport(
         policy="scheduler",
         duration_s=1.0,

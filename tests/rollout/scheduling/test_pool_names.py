@@ -24,6 +24,6 @@ def test_whoever_comes_to_a_place_bears_its_name_and_which_of_its_engines_it_is(
         assert asked == [(1, "engine-1.2"), (1, "engine-1.2")]  # one that did not come leaves no gap
         assert set(pool.engines) == {"engine-0", "engine-2", "engine-1.2"}
         assert watcher.engine_events[-1] == ("joined", "engine-1.2", "engine-1")
-        assert [each.name for each in pool.last_batch.engines] == ["engine-0", "engine-1", "engine-1.2", "engine-2"]
+        assert [each.spec.name for each in pool.last_batch.engines] == ["engine-0", "engine-1", "engine-1.2", "engine-2"]
 
     run(scenario)

@@ -141,17 +141,10 @@ class RolloutBatch:
         return report
 
     def _report(self, engine: PooledEngine, start_s: float, ended_s: float) -> EngineReport:
-        usage, spec = self.scheduler.usage[engine.name].since(start_s), engine.spec
+        usage = self.scheduler.usage[engine.name].since(start_s)
         left_s = ended_s - start_s if usage.left_s is None else usage.left_s
         usage.record(left_s, 0, 0.0)
-        return EngineReport(
-            name=spec.name,
-            max_rows=spec.max_conversations,
-            kv_tokens=spec.kv_blocks * spec.block_tokens,
-            usage=usage,
-            left_s=left_s,
-            loss=engine.loss,
-        )
+        return EngineReport(spec=engine.spec, usage=usage, left_s=left_s, loss=engine.loss)
 
     # For leases.
 

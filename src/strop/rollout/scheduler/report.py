@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strop.engine.protocol import CompletionRequest
+    from strop.rollout.scheduler.admission import EngineSpec
     from strop.types import Completion
 
 NUM_SPANS = 240  # of a timeline
@@ -132,9 +133,7 @@ class EngineUsage:
 class EngineReport:
     """One engine's part in a batch. Times are in seconds since the batch began."""
 
-    name: str
-    max_rows: int
-    kv_tokens: int
+    spec: EngineSpec
     usage: EngineUsage
     left_s: float  # or the end of the batch
     loss: str  # why the engine was removed; empty if it was not
@@ -146,6 +145,11 @@ class EngineReport:
     @property
     def row_s(self) -> float:
         return self.usage.rows.integral(self.left_s)
+
+    @property
+    def possible_row_s(self) -> float:
+        """What `row_s` would be if all rows decoded all the time."""
+        return self.present_s * self.spec.max_conversations
 
     def tail_idle_s(self, tail_s: float) -> float:
         """How long it sampled nothing after `tail_s`."""
@@ -193,7 +197,7 @@ class BatchReport:
             return {}
         tail_s = self.queue.changes[-1][0] if self.queue.max else 0.0  # when the last waiting rollout started
         shares = {
-            "row_share": sum(each.row_s for each in engines) / sum(each.present_s * each.max_rows for each in engines),
+            "row_share": sum(each.row_s for each in engines) / sum(each.possible_row_s for each in engines),
             "busy_share": sum(each.usage.rows.positive_s(0.0, each.left_s) for each in engines) / present_s,
             "tail_idle_share": sum(each.tail_idle_s(tail_s) for each in engines) / present_s,
             "queue_mean": self.queue.integral(self.duration_s) / self.duration_s,
@@ -202,7 +206,7 @@ class BatchReport:
             shares["kv_share_mean"] = sum(each.usage.kv_share.integral(each.left_s) for each in engines) / present_s
             shares["kv_share_max"] = max(each.usage.kv_share.max for each in engines)
         if len(engines) > 1:
-            shares |= {f"row_share/{each.name}": each.row_s / (each.present_s * each.max_rows or 1.0) for each in engines}
+            shares |= {f"row_share/{each.spec.name}": each.row_s / (each.possible_row_s or 1.0) for each in engines}
         return {f"scheduler/{name}": share for name, share in shares.items()}
 
     def as_timeline(self) -> Mapping[str, Any]:
@@ -216,9 +220,9 @@ class BatchReport:
             "duration_s": round(self.duration_s, 6),
             "engines": [
                 {
-                    "name": engine.name,
-                    "max_rows": engine.max_rows,
-                    "kv_tokens": engine.kv_tokens,
+                    "name": engine.spec.name,
+                    "max_rows": engine.spec.max_conversations,
+                    "kv_tokens": engine.spec.kv_blocks * engine.spec.block_tokens,
                     "joined_s": round(engine.usage.joined_s, 6),
                     "left_s": round(engine.left_s, 6),
                     "loss": engine.loss,
