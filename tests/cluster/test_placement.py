@@ -32,9 +32,7 @@ DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
 def nodes(*gpus):
-    return [
-        Node(id=str(k), address=f"10.0.0.{k}", name=f"10.0.0.{k}", cpus=64.0, gpus=n, all_gpus=8) for k, n in enumerate(gpus)
-    ]
+    return [Node(id=str(k), address=f"10.0.0.{k}", name=f"10.0.0.{k}", gpus=n, all_gpus=8) for k, n in enumerate(gpus)]
 
 
 def ids(places):

@@ -21,7 +21,7 @@ class Reporting:
         self.reports = {(name, cluster._level): ("namespaces", "") for name in NAMES}
         self.reports |= {(name, cluster._num_gpus): gpus for name in NAMES}
         self.ray = SimpleNamespace(wait=self.wait_there)
-        self._nodes = [Node(id=name, address="127.0.0.1", name=name, cpus=2, gpus=gpus, all_gpus=gpus) for name in NAMES]
+        self._nodes = [Node(id=name, address="127.0.0.1", name=name, gpus=gpus, all_gpus=gpus) for name in NAMES]
 
     def nodes(self):
         return self._nodes

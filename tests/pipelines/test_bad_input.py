@@ -219,7 +219,7 @@ class OneNode:
     directory = None
 
     def nodes(self):
-        return [Node(id="1", address="10.0.0.1", name="10.0.0.1", cpus=1, gpus=0, all_gpus=0)]
+        return [Node(id="1", address="10.0.0.1", name="10.0.0.1", gpus=0, all_gpus=0)]
 
     def placement_of(self, roles):
         return place(self.nodes(), roles)

@@ -23,7 +23,7 @@ class LosesNode:
         self.was_lost = False
 
     def nodes(self):
-        return [Node(id=name, address=name, name=name, cpus=1, gpus=0, all_gpus=0) for name in ("10.0.0.1", "10.0.0.2")]
+        return [Node(id=name, address=name, name=name, gpus=0, all_gpus=0) for name in ("10.0.0.1", "10.0.0.2")]
 
     def place(self, roles):
         fields = {"node": "10.0.0.2", "reason": "node 10.0.0.2 does not answer: timed out"}

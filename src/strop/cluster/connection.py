@@ -87,7 +87,7 @@ class Connection:
         self._choosing = threading.Lock()  # over what is placed and taken
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that are alive, this one first, with the processors and GPUs that are not taken."""
+        """Return the nodes that are alive, this one first, with the GPUs that are not taken."""
         free = self.ray._private.state.available_resources_per_node()  # what another run took is not there for this one
         alive = [each for each in self.ray.nodes() if each["Alive"] and each["NodeID"] not in self._lost]
         num_at = Counter(each["NodeManagerAddress"] for each in alive)
@@ -98,7 +98,6 @@ class Connection:
                 id=number,
                 address=address,
                 name=address if num_at[address] == 1 else f"{address} ({number[:6]})",
-                cpus=each["Resources"].get("CPU", 0.0),
                 gpus=min(free.get(number, {}).get("GPU", 0.0), gpus - self._taken[number]),  # Ray counts the newest ones late
                 all_gpus=gpus,
             )
@@ -397,6 +396,14 @@ def take_engine_nodes(num: int) -> list[tuple[Node, int, tuple[int, ...]]] | Non
             _connection.give_back(node, gpus)
         raise
     return taken
+
+
+def free_port() -> int:
+    """Return a port of this machine at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port: int = taken.getsockname()[1]
+        return port
 
 
 def _check_listens(address: str) -> None:

@@ -36,7 +36,6 @@ class Node:
     id: str  # Ray's
     address: str
     name: str  # for people: the address, and more where several nodes of a machine have the same
-    cpus: float
     gpus: float  # that are free
     all_gpus: float
 
@@ -47,7 +46,7 @@ class Node:
 def planned_nodes(gpus: Iterable[int], *, prefix: str = "") -> list[Node]:
     """Return nodes that need not exist, with so many free GPUs each. Their names are numbers after `prefix`."""
     return [
-        Node(id=str(number), address="", name=f"{prefix}{number}", cpus=0.0, gpus=num, all_gpus=num)
+        Node(id=str(number), address="", name=f"{prefix}{number}", gpus=num, all_gpus=num)
         for number, num in enumerate(gpus, start=1)
     ]
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Self
 
 from jinja2 import Template
 
-from strop.cluster.connection import RAY_ENVIRONMENT, check_installed
+from strop.cluster.connection import RAY_ENVIRONMENT, check_installed, free_port
 from strop.errors import MachineError
 
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
@@ -55,7 +54,7 @@ class LocalCluster:
     def __init__(self, nodes: Sequence[LocalNode], *, cpus: int) -> None:
         check_installed("strop cluster up")
         self._nodes, self._cpus = nodes, cpus
-        self.address = f"{nodes[0].address}:{_free_port()}"
+        self.address = f"{nodes[0].address}:{free_port()}"
         self.processes: list[subprocess.Popen[bytes]] = []
         # Short: Ray's sockets are in it, and their paths have at most 107 characters.
         self._directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
@@ -118,13 +117,6 @@ class LocalCluster:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise MachineError(f"node {number} of the cluster at {self.address} did not start:\n{said[-2000:]}")
             time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def slurm_script(name: str, command: str, *, num_nodes: int, num_gpus: int) -> str:
