@@ -29,9 +29,9 @@ class Home:
     async def lend(self, name: str, config: EngineConfig) -> ActorEngine:
         """An engine that has published no weights, in a process that an earlier test may have used. Do not close it."""
         before = self.lent.get(name)
-        if before is None or not before.is_alive:
+        if before is None or not before._actor.is_alive:
             log = self.folder / f"{name}.log"
-            before = self.lent[name] = await ActorEngine.start(self.model, config, name=name, log=log, version=None)
+            before = self.lent[name] = await ActorEngine.start(self.model, config, name=name, log=log)
         described = (before.capabilities, before.capacity, -1)
         lent = self.lent[name] = ActorEngine(name, config, before._actor, before._oom_kills, described)
         return lent

@@ -126,7 +126,7 @@ def test_a_probed_completion_may_be_cancelled_at_any_time(play):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await engine.complete(make_request("last", [1]))  # after all that the process still had to say
-        assert engine.is_alive
+        assert engine._actor.is_alive
 
     play(scenario)
 
@@ -155,7 +155,7 @@ def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, m
     async def scenario(engine):
         with pytest.raises(EngineLost, match="holds version 6 after 5 was published"):
             await publish(engine, make_model("llama"), version=5)
-        assert not engine.is_alive
+        assert not engine._actor.is_alive
 
     play(scenario, is_own=True)
 
@@ -209,9 +209,7 @@ def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
             return await super().write(directories)
 
     async def scenario():
-        opened = (
-            ActorEngine.start(home.model, _CONFIG, name=f"e{n}", log=tmp_path / f"{n}.log", version=None) for n in range(3)
-        )
+        opened = (ActorEngine.start(home.model, _CONFIG, name=f"e{n}", log=tmp_path / f"{n}.log") for n in range(3))
         engines = await asyncio.gather(*opened)
         async with Publication(Counted(named(make_model("llama", seed=3))), version=4) as publication:
             await asyncio.gather(*(engine.load_weights(publication) for engine in engines))
@@ -243,7 +241,7 @@ def test_an_engine_that_does_not_fit_in_memory_says_so(home, tmp_path, monkeypat
     monkeypatch.setattr(actor, "keep_little_freed_memory", lambda: None)  # what runs in a process of its own runs in this one
     config = EngineConfig(**_CONFIG.model_dump() | {"slots": 10**9, "max_length": 500})
     with pytest.raises(EngineLost, match=r"out of memory\)\. Lower engine\.slots"):
-        home.run(actor._HostedEngine.open(home.model, config, 0, "e0", tmp_path))
+        home.run(actor._HostedEngine.open(home.model, config, "e0", tmp_path))
 
 
 # The process that tests share ends in each of these, so they are the last that use it.
@@ -270,7 +268,7 @@ def test_weights_that_break_the_model_end_the_engine(play):
         await publish(engine, model, version=1)
         with pytest.raises(EngineLost, match=r"e0 .*logits are not finite"):
             await engine.complete(make_request("a", [1]))
-        assert not engine.is_alive
+        assert not engine._actor.is_alive
 
     play(scenario)
 
@@ -279,11 +277,11 @@ def test_a_process_that_is_stopped_is_told_from_a_slow_request_and_killed(play):
     async def scenario(engine):
         [task] = _in_flight(engine, "a")
         await asyncio.sleep(0.02)
-        os.kill(engine.pid, signal.SIGSTOP)
+        os.kill(engine._actor.pid, signal.SIGSTOP)
         with pytest.raises(EngineLost, match=r"e0 \(process \d+\) hangs: it answered none of 4 pings.*stopped by a signal"):
             await task
         await engine.close()
-        assert not _is_there(engine.pid)
+        assert not _is_there(engine._actor.pid)
 
     play(scenario)
 
@@ -294,12 +292,14 @@ def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
         tasks = [asyncio.create_task(engine.complete(request)) for request in requests]
         await asyncio.sleep(0.02)
         began = time.monotonic()
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(engine._actor.pid, signal.SIGKILL)
         for lost in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(lost, EngineLost)
-            assert re.search(rf"engine e0 \(process {engine.pid}\) ended during (its calls|a ping): The actor died", str(lost))
+            assert re.search(
+                rf"engine e0 \(process {engine._actor.pid}\) ended during (its calls|a ping): The actor died", str(lost)
+            )
         assert time.monotonic() - began < 1
-        assert not engine.is_alive
+        assert not engine._actor.is_alive
         with pytest.raises(EngineLost, match=r"ended during (its calls|a ping)"):
             await engine.complete(make_request("g", [1]))
         with pytest.raises(EngineLost, match=r"ended during (its calls|a ping)"):
@@ -314,7 +314,7 @@ def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
 def test_a_process_that_the_kernel_killed_for_memory_says_so(play, monkeypatch):
     async def scenario(engine):
         monkeypatch.setattr(actor, "num_oom_kills", lambda: 10**9)  # more than when it started
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(engine._actor.pid, signal.SIGKILL)
         with pytest.raises(EngineLost, match=r"ended during its calls: .*[\s\S]*The machine ran out of memory"):
             await engine.complete(make_request("a", [1]))
 
@@ -355,7 +355,7 @@ from strop.engine.config import EngineConfig
 
 async def start(model, folder):
     engine = await ActorEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")
-    (folder / "new").write_text(str(engine.pid))
+    (folder / "new").write_text(str(engine._actor.pid))
     (folder / "new").rename(folder / "pid")
     await asyncio.sleep(600)
 

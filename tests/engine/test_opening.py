@@ -146,7 +146,7 @@ def test_several_embedded_engines_live_in_processes_of_their_own(model, tmp_path
         engines = await open_engines(model, config, detokenize=None, logs=tmp_path)
         completions = [await engine.complete(make_request("a", [1])) for engine in engines]
         assert completions[0].ids == completions[1].ids
-        assert len({engine.pid for engine in engines}) == 2
+        assert len({engine._actor.pid for engine in engines}) == 2
         for engine in engines:
             await engine.close()
 

@@ -43,8 +43,8 @@ class Disturber:
                 await asyncio.sleep(0.002)  # a file tells nobody that it grew
             joined = {line["engine"] for line in read_lines(self.run.events) if line["event"] == "engine_joined"}
             serving = self._opened[:2] + [engine for engine in self._opened[2:] if engine.name in joined]
-            victim = next(engine for engine in reversed(serving) if engine.is_alive)
-            os.kill(victim.pid, fault)
+            victim = next(engine for engine in reversed(serving) if engine._actor.is_alive)
+            os.kill(victim._actor.pid, fault)
             self.done.append((step, fault))
 
 

@@ -22,7 +22,7 @@ import torch
 from strop.cluster.actors import Actor
 from strop.cluster.placement import Node
 from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
-from strop.engine.model_directory import config_of, has_tokenizer
+from strop.engine.model_directory import has_tokenizer
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe, SleepingEngine
 from strop.engine.publication import Publication
 from strop.engine.published_files import naming_damage
@@ -50,7 +50,7 @@ class ActorEngine:
         self._config, self._actor, self._oom_kills = config, actor, oom_kills
         self.capabilities, self.capacity, self.policy_version = described
         self._load_s = config.stall_timeout_s + (config.start_timeout_s if isinstance(config, ServerConfig) else 0.0)
-        self._probes = itertools.count()
+        self._numbers = itertools.count()  # of requests with a probe
         self._doubt = ""  # empty: what the process itself says of its weights counts
 
     @classmethod
@@ -61,17 +61,15 @@ class ActorEngine:
         *,
         name: str,
         log: Path,
-        version: int | None = 0,
         environment: Mapping[str, str] | None = None,
         node: Node | None = None,
         gpus: float = 0.0,
     ) -> Self:
-        """An engine with the weights of a `transformers` model directory, whose tokenizer it uses for stop strings.
+        """An engine with the weights of a `transformers` model directory, as version 0, and its tokenizer for stop strings.
 
         Args:
             name: for messages.
             log: what the process prints is appended here.
-            version: of the directory's weights; None: they are not read, and the engine waits for `load_weights`.
             environment: variables added to the process's environment, such as CUDA_VISIBLE_DEVICES.
             node: None is this machine.
             gpus: that the process sees. 0: those of the machine.
@@ -81,11 +79,11 @@ class ActorEngine:
             ModelError: no such model, its weights are not safetensors or not those of its config, or it is not implemented.
             EngineLost: the process did not start.
         """
-        arguments, oom_kills = (model_directory.absolute(), config, version, name, log.absolute().parent), num_oom_kills()
+        oom_kills = num_oom_kills()
         with _as_engine(oom_kills):
             actor = await Actor.start(
                 _HostedEngine.open,
-                *arguments,
+                *(model_directory.absolute(), config, name, log.absolute().parent),
                 what=f"engine {name}",
                 key="engine.own_process",
                 log=log.absolute(),
@@ -99,22 +97,22 @@ class ActorEngine:
                 await actor.close()
                 raise
 
-    @property
-    def pid(self) -> int:
-        return self._actor.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it was neither lost nor closed."""
-        return self._actor.is_alive
-
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         if self._doubt:
             raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
-        if request.probe is not None:
-            return await self._complete_probed(request, request.probe)
-        completion: Completion = await self._call("complete", request)
+        completion: Completion
+        if request.probe is None:
+            completion = await self._call("complete", request)
+            return completion
+        number, num_probed = next(self._numbers), max(1, request.probe.num_tokens)
+        try:
+            if entropies := await self._call("begin", replace(request, probe=None), number, num_probed):
+                request.probe.tell(entropies)
+            completion = await self._call("result", number)
+        except asyncio.CancelledError:
+            self._actor.tell("drop", number)
+            raise
         return completion
 
     async def progress(self) -> int:
@@ -165,27 +163,6 @@ class ActorEngine:
                 await self._actor.call("close")
         await self._actor.close()
 
-    async def _complete_probed(self, request: CompletionRequest, probe: Probe) -> Completion:
-        number, told = next(self._probes), False
-
-        async def tell_first() -> None:
-            nonlocal told
-            with contextlib.suppress(EngineLost):
-                if entropies := await self._call("first_entropies", number):
-                    told = True
-                    probe.tell(entropies)
-
-        first = asyncio.create_task(tell_first())  # it is sent after the request
-        try:
-            completion: Completion = await self._call(
-                "complete", replace(request, probe=None), number, max(1, probe.num_tokens)
-            )
-        finally:
-            first.cancel()
-        if not told and len(completion.entropies) >= probe.num_tokens:
-            probe.tell(tuple(completion.entropies[: probe.num_tokens]))
-        return completion
-
     async def _call(self, name: str, *arguments: Any) -> Any:
         with _as_engine(self._oom_kills):
             try:
@@ -212,12 +189,10 @@ class _HostedEngine:
         self._engine = engine
         self.progress, self.abort, self.release, self.close = engine.progress, engine.abort, engine.release, engine.close
         self._loading = asyncio.Lock()
-        self._told: dict[int, asyncio.Future[tuple[float, ...]]] = {}
+        self._begun: dict[int, asyncio.Task[Completion]] = {}
 
     @classmethod
-    async def open(
-        cls, path: Path, config: EngineConfig | VllmConfig | SglangConfig, version: int | None, name: str, logs: Path
-    ) -> Self:
+    async def open(cls, path: Path, config: EngineConfig | VllmConfig | SglangConfig, name: str, logs: Path) -> Self:
         with _naming_failures():
             if not isinstance(config, EngineConfig):
                 from strop.engine.opening import open_engines  # which opens these processes
@@ -225,29 +200,31 @@ class _HostedEngine:
                 [server] = await open_engines(path, config, detokenize=None, logs=logs, names=[f"{name}-server"])
                 return cls(server)
             keep_little_freed_memory()
-            if version is None:
-                return cls(TorchEngine(config_of(path), config, detokenize=_detokenizer(path)))
-            return cls(TorchEngine.from_directory(path, config, version=version, detokenize=_detokenizer(path)))
+            return cls(TorchEngine.from_directory(path, config, detokenize=_detokenizer(path)))
 
     async def describe(self) -> tuple[Capabilities, Capacity, int]:
         return self._engine.capabilities, self._engine.capacity, self._engine.policy_version
 
-    async def complete(self, request: CompletionRequest, number: int = -1, num_probed: int = 0) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         with _naming_failures():
-            if not num_probed:
-                return await self._engine.complete(request)
-            told = self._told[number] = asyncio.get_running_loop().create_future()
-            try:
-                probe = Probe(num_tokens=num_probed, tell=told.set_result)
-                return await self._engine.complete(replace(request, probe=probe))
-            finally:
-                del self._told[number]
-                if not told.done():
-                    told.set_result(())
+            return await self._engine.complete(request)
 
-    async def first_entropies(self, number: int) -> tuple[float, ...]:
-        """Return the first entropies of a running completion, as soon as they are there; empty if it has ended."""
-        return await told if (told := self._told.get(number)) is not None else ()
+    async def begin(self, request: CompletionRequest, number: int, num_probed: int) -> tuple[float, ...]:
+        """Begin a completion, of which `result` returns the rest. Return its first entropies; () if it has ended without."""
+        told: asyncio.Future[tuple[float, ...]] = asyncio.get_running_loop().create_future()
+        probe = Probe(num_tokens=num_probed, tell=told.set_result)
+        running = self._begun[number] = asyncio.create_task(self.complete(replace(request, probe=probe)))
+        either: set[asyncio.Future[Any]] = {told, running}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return told.result() if told.done() else ()
+
+    async def result(self, number: int) -> Completion:
+        return await self._begun.pop(number)
+
+    async def drop(self, number: int) -> None:
+        """End a completion that has begun, and whose `result` nothing waits for."""
+        if (running := self._begun.pop(number, None)) is not None:
+            running.cancel()
 
     async def sleep(self) -> None:
         with _naming_failures():

@@ -54,44 +54,36 @@ async def open_engines(
             address; `config.python` cannot be run, or its environment lacks the server; several processes need Ray.
         EngineLost: a server did not start, or did not answer; names it and the end of its log.
     """
-    starts_processes = config.is_apart if isinstance(config, EngineConfig) else config.python is not None
-    if logs is None and starts_processes:
-        logs = Path(tempfile.mkdtemp(prefix="strop-logs-"))
-    folder = logs or Path()
-    kind = "torch" if isinstance(config, EngineConfig) else config.kind
-    called = names or [f"{kind} {place}" for place in range(config.num_engines)]
-    opening: list[Coroutine[Any, Any, InferenceEngine]]
-    is_started = isinstance(config, EngineConfig) or config.python is not None
-    nodes = await asyncio.to_thread(take_engine_nodes, config.num_engines) if is_started else None
-    if nodes is not None:
-        opening = [
-            _open_process(model_directory, config.only(k), _log_of(called[k], folder), called[k], *node)
-            for k, node in enumerate(nodes)
-        ]
-    elif isinstance(config, EngineConfig):
+    num = config.num_engines
+    nodes: Sequence[tuple[Node | None, float, Sequence[int]]] | None = None  # of separate processes, with their GPUs
+    if isinstance(config, EngineConfig) or config.python is not None:
+        nodes = await asyncio.to_thread(take_engine_nodes, num)
+    if nodes is None and isinstance(config, EngineConfig):
+        if not config.is_apart:
+            return [await _open_here(model_directory, config, detokenize)]
         check_processes(config)
-        parts = [config.only(place) for place in range(config.num_engines)]
-        opening = [
-            _open_process(model_directory, part, _log_of(name, folder), name, None, 0.0, part.devices)
-            if part.is_apart
-            else _open_here(model_directory, part, detokenize)
-            for name, part in zip(called, parts, strict=True)
-        ]
-    else:
-        model = await asyncio.to_thread(ModelFacts.of, model_directory)
-        checksum = await asyncio.to_thread(directory_checksum, model_directory)
-        opening = [
-            _open_server_engine(model, config.only(place), name=called[place], checksum=checksum, logs=folder)
-            for place in range(config.num_engines)
-        ]
-    return await _all_or_none(opening)
+        nodes = [(None, 0.0, config.only(place).devices) for place in range(num)]
+    if logs is None:
+        logs = Path(tempfile.mkdtemp(prefix="strop-logs-"))
+    called = [(name, logs / f"{name.replace(' ', '-')}.log") for name in names or [f"{config.kind} {k}" for k in range(num)]]
+    if nodes is not None:
+        places = enumerate(zip(called, nodes, strict=True))
+        return await _all_or_none(
+            [_open_process(model_directory, config.only(k), name, log, *node) for k, ((name, log), node) in places]
+        )
+    assert not isinstance(config, EngineConfig)
+    model = await asyncio.to_thread(ModelFacts.of, model_directory)
+    checksum = await asyncio.to_thread(directory_checksum, model_directory)
+    return await _all_or_none(
+        [_open_server_engine(model, checksum, config.only(place), *called[place]) for place in range(num)]
+    )
 
 
 async def _open_process(
     path: Path,
     config: EngineConfig | VllmConfig | SglangConfig,
-    log: Path,
     name: str,
+    log: Path,
     node: Node | None,
     gpus: float,
     devices: Sequence[int],
@@ -109,9 +101,22 @@ async def _open_here(path: Path, config: EngineConfig, detokenize: Detokenizer |
 
 
 async def _open_server_engine(
-    model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, checksum: str, logs: Path
+    model: ModelFacts, checksum: str, config: VllmConfig | SglangConfig, name: str, log: Path
 ) -> InferenceEngine:
-    server = await _open_server(model, config, name=name, log=_log_of(name, logs))
+    await asyncio.to_thread(check_interpreter, config)
+    kind: type[Server[Any]] = SglangServer if isinstance(config, SglangConfig) else VllmServer
+    try:
+        if config.addresses:
+            server = await kind.connect(config.addresses[0], config)
+        else:
+            server = await kind.start(name, model, config, log=log)
+    except EngineLost as error:
+        if config.addresses and isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout):
+            raise UserError(
+                f"engine.addresses: nothing listens at {config.addresses[0]} ({error.__cause__}). Start a server there, as"
+                " docs/engines.md says, or mend the address; with engine.python instead, strop starts one."
+            ) from error
+        raise
     engine = ServerEngine(server, model, config)
     try:
         await engine.load_weights(Publication.in_files(model.directory, version=0, checksum=checksum))
@@ -120,23 +125,6 @@ async def _open_server_engine(
         await engine.close()
         raise
     return engine
-
-
-async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, log: Path) -> Server[Any]:
-    await asyncio.to_thread(check_interpreter, config)
-    kind: type[Server[Any]] = SglangServer if isinstance(config, SglangConfig) else VllmServer
-    try:
-        if config.addresses:
-            return await kind.connect(config.addresses[0], config)
-        return await kind.start(name, model, config, log=log)
-    except EngineLost as error:
-        if config.addresses and (mended := not_reached(error, config.addresses[0])) is not error:
-            raise mended from error
-        raise
-
-
-def _log_of(name: str, logs: Path) -> Path:
-    return logs / f"{name.replace(' ', '-')}.log"
 
 
 async def _all_or_none(opening: Sequence[Coroutine[Any, Any, InferenceEngine]]) -> list[InferenceEngine]:
@@ -184,16 +172,6 @@ def _lacks_package(config: VllmConfig | SglangConfig, python: Path) -> bool:
         found = subprocess.run(words, env=environment_of(config, {}), capture_output=True, timeout=_FIND_S, check=False)
         return found.returncode == _LACKS
     return False
-
-
-def not_reached(error: EngineLost, address: str) -> EngineLost | UserError:
-    """Return the error of a server that was not reached: a `UserError` if nothing listens at its address."""
-    if not isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout):
-        return error
-    return UserError(
-        f"engine.addresses: nothing listens at {address} ({error.__cause__}). Start a server there, as docs/engines.md says, or"
-        " mend the address; with engine.python instead, strop starts one."
-    )
 
 
 def _how_to_get_one(config: VllmConfig | SglangConfig) -> str:
