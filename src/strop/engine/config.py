@@ -107,6 +107,8 @@ class AnyEngine(Config):
         description="CUDA devices, divided evenly among the replicas in order. Empty: the devices that an engine finds.",
     )
 
+    _adapter_slots: int = PrivateAttr(default=0)
+
     @model_validator(mode="after")
     def _shares_devices_out(self) -> Self:
         if len(self.devices) % self.num_engines:
@@ -139,7 +141,7 @@ class AnyEngine(Config):
     @property
     def adapter_slots(self) -> int:
         """LoRA adapters that it holds at once. 0: it takes merged weights."""
-        return 0
+        return self._adapter_slots
 
     def with_adapters(self, *, rank: int, slots: int) -> Self:
         """Return the config of an engine that takes LoRA adapters of up to `rank` and holds `slots` of them, if it can."""
@@ -270,7 +272,6 @@ class VllmConfig(ServerConfig):
         description="Share the GPUs with the trainer: a server frees its weights and KV memory while the trainer computes.",
     )
     _adapter_rank: int = PrivateAttr(default=0)
-    _adapter_slots: int = PrivateAttr(default=0)
 
     @property
     def sleeps(self) -> bool:
@@ -280,10 +281,6 @@ class VllmConfig(ServerConfig):
     def adapter_rank(self) -> int:
         """The largest rank that the server has room for; vLLM knows some ranks only."""
         return min(rank for rank in _VLLM_RANKS if rank >= self._adapter_rank)
-
-    @property
-    def adapter_slots(self) -> int:
-        return self._adapter_slots
 
     def with_adapters(self, *, rank: int, slots: int) -> Self:
         # A server that sleeps forgets the weights under its adapters; one that was given by address was started otherwise.

@@ -169,6 +169,18 @@ class SleepingEngine(Protocol):
         """
 
 
+def in_parts(tensors: Iterable[NamedTensor], num_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Yield the tensors in lists, each of at least so many bytes, but for the last."""
+    part: list[NamedTensor] = []
+    for named in tensors:
+        part.append(named)
+        if sum(tensor.nbytes for _, tensor in part) >= num_bytes:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
     """Return a digest of names, shapes, dtypes and bytes. The order of `tensors` does not matter."""
     return checksum_of(digest for _, digest in digests_of(tensors))

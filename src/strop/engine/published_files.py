@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from strop.cluster.connection import copy_file, run_on
 from strop.cluster.placement import Node
 from strop.engine.model_directory import UNREADABLE, tensors_in
-from strop.engine.protocol import NamedTensor, digests_of
+from strop.engine.protocol import NamedTensor, digests_of, in_parts
 from strop.errors import ActorsLost, MachineError, WeightsNotProven
 
 if TYPE_CHECKING:
@@ -43,16 +43,10 @@ def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -
     """
 
     def written() -> Iterator[NamedTensor]:
-        batch: dict[str, Tensor] = {}
-        num_files = 0
-        for name, tensor in tensors:
-            batch[name] = tensor.detach()
-            yield name, tensor
-            if sum(each.nbytes for each in batch.values()) >= _FILE_BYTES:
-                _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
-                num_files, batch = num_files + 1, {}
-        if batch:
-            _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
+        for number, of_file in enumerate(in_parts(tensors, _FILE_BYTES)):
+            yield from of_file
+            _save(dict(of_file), directory / f"{part}-{number:05d}.safetensors")
+            of_file.clear()  # before the next ones are there
 
     return _noting_digests(written(), directory / f"{part}{_DIGESTS}")
 
@@ -108,7 +102,7 @@ def _save(batch: Mapping[str, Tensor], path: Path) -> None:
     seen: set[int] = set()
     separate = {}
     for name, tensor in batch.items():
-        flat = tensor.cpu().contiguous()
+        flat = tensor.detach().cpu().contiguous()
         # The format refuses tensors that share memory, as views of one buffer do.
         address = flat.untyped_storage().data_ptr()
         separate[name] = flat.clone(memory_format=torch.contiguous_format) if address in seen else flat

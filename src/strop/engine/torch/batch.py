@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, StepSizes, all_sizes, covering
 from strop.engine.torch.kv_cache import CHUNK_MAX, Chunk, Conversation, ConversationTable, Row
-from strop.engine.torch.sampling import DrawLimits, draw, limited
+from strop.engine.torch.sampling import DrawLimits, banned_mask, draw, limited
 from strop.engine.torch.weights import PublishedWeights
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
@@ -364,10 +365,8 @@ class Batch:
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """(3, rows) float64 on the CPU: ids, log-probs, entropies."""
-        device, banned = self._decoder.device, None
-        if bans := [(place, each) for place, row in enumerate(rows) for each in row.banned]:
-            banned = torch.zeros_like(logits, dtype=torch.bool)
-            banned[[place for place, _ in bans], [each for _, each in bans]] = True
+        device = self._decoder.device
+        banned = banned_mask(logits, [(place, each) for place, row in enumerate(rows) for each in row.banned])
         temperatures = torch.tensor([row.temperature for row in rows], device=device)
         uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device)
         if not any(row.limits for row in rows):
@@ -442,14 +441,10 @@ def _limits(request: CompletionRequest, ids: Sequence[int]) -> DrawLimits | None
 
 
 def resolve(future: Future[ResultT], result: ResultT) -> None:
-    try:
+    with contextlib.suppress(InvalidStateError):  # the caller was cancelled
         future.set_result(result)
-    except InvalidStateError:  # the caller was cancelled
-        return
 
 
 def fail(future: Future[Any], error: StropError) -> None:
-    try:
+    with contextlib.suppress(InvalidStateError):  # the caller was cancelled
         future.set_exception(error)
-    except InvalidStateError:  # the caller was cancelled
-        return

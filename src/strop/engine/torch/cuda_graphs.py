@@ -21,7 +21,7 @@ from torch import Tensor
 from strop.engine.config import EngineConfig
 from strop.engine.torch.decoder import Decoder, StepSizes
 from strop.engine.torch.kv_cache import Row
-from strop.engine.torch.sampling import DRAWN_AT_ONCE, draw
+from strop.engine.torch.sampling import DRAWN_AT_ONCE, banned_mask, draw
 
 _log = logging.getLogger(__name__)
 _ONE_CAPTURE = threading.Lock()  # at a time in a process: torch asks for it
@@ -135,13 +135,8 @@ class StaticSteps:
         """Args: bans: (slot, id) that must not be drawn."""
         # Always so many rows at once: how a device adds a row up may depend on how many there are.
         logits = F.pad(logits, (0, 0, 0, -len(logits) % DRAWN_AT_ONCE))
-        banned = None
-        if bans:
-            pairs = torch.tensor(bans, device=logits.device)
-            banned = torch.zeros_like(logits, dtype=torch.bool)
-            banned[pairs[:, 0], pairs[:, 1]] = True
         uniform, temperature = self._given[2:, : len(logits)].view(torch.float64)
-        self._drawn[:, : len(logits)] = draw(logits, temperature.float(), uniform, banned)
+        self._drawn[:, : len(logits)] = draw(logits, temperature.float(), uniform, banned_mask(logits, bans))
 
 
 def open_static_steps(config: EngineConfig, decoder: Decoder) -> StaticSteps | None:

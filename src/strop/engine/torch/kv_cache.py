@@ -378,9 +378,7 @@ class ConversationTable:
         self._released.clear()
         for conversation in self:
             conversation.num_computed = 0
-            conversation.lineage = {
-                request_id: Share(num_ids=share.num_ids, num_computed=0) for request_id, share in conversation.lineage.items()
-            }
+            conversation.lineage = conversation.lineage_of_fork(len(conversation.ids), 0)
             if not conversation.is_running:
                 conversation.opening = ()  # those that waited for it would wait until it goes on
 

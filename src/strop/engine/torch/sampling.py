@@ -40,6 +40,15 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
+def banned_mask(logits: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | None:
+    """(N, V) bool, True on each (row, id) that must not be drawn; None where nothing is banned."""
+    if not pairs:
+        return None
+    places, mask = torch.tensor(pairs, device=logits.device), torch.zeros_like(logits, dtype=torch.bool)
+    mask[places[:, 0], places[:, 1]] = True
+    return mask
+
+
 def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor | None) -> Tensor:
     """Sample each row by inverting its cumulative distribution: no truncation, one uniform a token.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -125,16 +125,8 @@ class LayerWeights:
     down: Matrix  # (hidden, intermediate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a parameter lies: rows `start` to `stop` of a matrix or a vector."""
-
-    holder: Matrix | Tensor
-    start: int
-    stop: int
-
-    def read(self, dense: Tensor) -> Tensor:
-        return dense[self.start : self.stop]
+_Place: TypeAlias = tuple[Matrix | Tensor, slice]
+"""Where a parameter lies: some rows of a matrix or a vector."""
 
 
 class DecoderWeights:
@@ -167,9 +159,8 @@ class DecoderWeights:
         Raises:
             WeightsNotProven: no such parameter, or another shape.
         """
-        place = self._place(name)
-        holder = place.holder.dense() if isinstance(place.holder, Matrix) else place.holder
-        view = place.read(holder)
+        holder, rows = self._place(name)
+        view = (holder.dense() if isinstance(holder, Matrix) else holder)[rows]
         if view.shape != tensor.shape:
             raise WeightsNotProven(
                 f"weight {name!r} was sent with shape {tuple(tensor.shape)}; it is {tuple(view.shape)} here."
@@ -212,9 +203,7 @@ class DecoderWeights:
 
     def writable_names(self) -> set[str]:
         """Parameters that are not sealed."""
-        return {
-            name for name, place in self._places.items() if not (isinstance(place.holder, Matrix) and place.holder.is_sealed)
-        }
+        return {name for name, (holder, _) in self._places.items() if not (isinstance(holder, Matrix) and holder.is_sealed)}
 
     @property
     def num_writes(self) -> int:
@@ -223,18 +212,13 @@ class DecoderWeights:
 
     def _read(self, names: Collection[str]) -> Iterator[NamedTensor]:
         """The parameters `names`; those that share a packed matrix from one copy of it."""
-        holder: Matrix | Tensor | None = None
+        last: Matrix | Tensor | None = None
         dense = torch.empty(0)
-        for name in sorted(names, key=self._order):
-            place = self._place(name)
-            if place.holder is not holder:
-                holder = place.holder
-                dense = holder.dense() if isinstance(holder, Matrix) else holder
-            yield name, place.read(dense)
-
-    def _order(self, name: str) -> tuple[int, int]:
-        place = self._place(name)
-        return id(place.holder), place.start
+        for name in sorted(names, key=lambda name: id(self._place(name)[0])):
+            holder, rows = self._place(name)
+            if holder is not last:
+                last, dense = holder, holder.dense() if isinstance(holder, Matrix) else holder
+            yield name, dense[rows]
 
     def _place(self, name: str) -> _Place:
         if self.architecture.is_tied and name == HEAD:
@@ -261,7 +245,7 @@ class DecoderWeights:
     def _name(self, holder: Matrix | Tensor, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
         start = 0
         for name, length in zip(names, rows, strict=True):
-            self._places[name] = _Place(holder=holder, start=start, stop=start + length)
+            self._places[name] = holder, slice(start, start + length)
             start += length
 
     def _head(self, shape: tuple[int, int]) -> Matrix:

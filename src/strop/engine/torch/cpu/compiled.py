@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 _T = TypeVar("_T")
 
@@ -62,6 +63,20 @@ def proven(
             "the functions of %s are not compiled with %s: %s", source, sorted(instructions), (words or str(error)).strip()
         )
     return None
+
+
+_KINDS: dict[str, Any] = {"i": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
+
+
+def typed(function: Any, arguments: str, result: str = "") -> Any:
+    """Return a function of a library that takes int64 (i), float (f) and addresses (p), and gives nothing or one of these."""
+    function.argtypes, function.restype = [_KINDS[each] for each in arguments], _KINDS.get(result)
+    return function
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Return where the numbers of tensors lie; None for none."""
+    return [None if each is None else each.data_ptr() for each in tensors]
 
 
 def _has_processor(instructions: frozenset[str]) -> bool:

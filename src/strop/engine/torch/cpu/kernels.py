@@ -18,7 +18,7 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.attention import Tables, Tokens, TorchAttention
-from strop.engine.torch.cpu.compiled import AVX2, AVX512_BF16, proven
+from strop.engine.torch.cpu.compiled import AVX2, AVX512_BF16, addresses, proven, typed
 from strop.engine.torch.kv_cache import KV_STEP, Chunk, KvCache, Row, StepShape
 from strop.engine.torch.weights import LayerWeights
 
@@ -27,19 +27,15 @@ _SOURCES = {
     torch.float32: (Path(__file__).with_name("kernels_float32.c"), AVX2),
 }
 _PAIRED, _LANES, _MAX_DIM, _MAX_GROUP = 32, 16, 256, 16  # of kernels.c and avx512.h
-_INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Kernels:
     """The compiled functions. All tensors are contiguous, of one precision and on the CPU; slots and lengths are int64."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._attend, self._norm, self._place = library.strop_attend, library.strop_norm, library.strop_place
-        self._attend.argtypes = [_INT] * 8 + [_PLACE] * 7 + [_FLOAT, _PLACE]
-        self._norm.argtypes = [_INT] * 3 + [_PLACE] * 2 + [_FLOAT, _PLACE]
-        self._place.argtypes = [_INT] * 7 + [_PLACE] * 5 + [_FLOAT] + [_PLACE] * 4
-        for function in (self._attend, self._norm, self._place):
-            function.restype = None
+        self._attend = typed(library.strop_attend, 8 * "i" + 7 * "p" + "fp")
+        self._norm = typed(library.strop_norm, "iiippfp")
+        self._place = typed(library.strop_place, 7 * "i" + 5 * "p" + "f" + 4 * "p")
 
     def attend(
         self,
@@ -70,7 +66,7 @@ class Kernels:
         if num_tokens < len(qkv):
             out[num_tokens:] = 0
         sizes = num_tokens, num_heads, num_kv_heads, head_dim, block, keys.stride(0), qkv.shape[1]
-        places = _places(qkv, keys, values, slots, lengths, lenders, lent)
+        places = addresses(qkv, keys, values, slots, lengths, lenders, lent)
         self._attend(torch.get_num_threads(), *sizes, *places, head_dim**-0.5, out.data_ptr())
         return out
 
@@ -103,12 +99,8 @@ class Kernels:
         """
         _, _, num_kv_heads, block, head_dim = keys.shape
         sizes = len(slots), num_heads, num_kv_heads, head_dim, block, keys.stride(0)
-        given, written = _places(qkv, *tables, *norms), _places(slots, positions, keys, values)
+        given, written = addresses(qkv, *tables, *norms), addresses(slots, positions, keys, values)
         self._place(torch.get_num_threads(), *sizes, *given, eps, *written)
-
-
-def _places(*tensors: Tensor | None) -> list[int | None]:
-    return [None if each is None else each.data_ptr() for each in tensors]
 
 
 def kernels_for(
