@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from strop.engine.torch.cpu import compiled
-from strop.training.batch import Read, Waves, lay_out
 from strop.training.cpu import kernels as kernels_module
-from strop.training.cpu.attention import _Reads, attention_kernels
+from strop.training.cpu.attention import _Reads, attention_kernels, lay_out
+from strop.training.cpu.kernels import Read, Waves
 from strop.training.cpu.lean_layers import elementwise_kernels, gated, rms_norm
 from strop.training.logprobs import head_logprobs
 

@@ -7,9 +7,7 @@ One row per trajectory, in canonical order; `T` is the longest row. Column `t` o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,7 +31,6 @@ MIN_SHARED = 16  # tokens; below, computing them again costs less than attending
 # leave out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
 # One rule for all devices: micro-batches depend only on the batch.
 _MOST_OWN_SQUARED = 12 * 1024
-UNIT = 16  # tokens; for each number of rows that is no multiple of it, products compile kernels, and keep them
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,14 +298,10 @@ def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> lis
     if num_minibatches < 1:
         raise ValueError(f"num_minibatches is {num_minibatches}: a batch cannot be split into less than one part")
     groups = sorted((selection for selection in selections if selection.kept), key=lambda each: each.group.task_index)
-    num_parts = min(num_minibatches, len(groups))
-    parts = []
-    start = 0
-    for part in range(num_parts):
-        end = start + len(groups) // num_parts + (part < len(groups) % num_parts)
-        parts.append(groups[start:end])
-        start = end
-    return parts
+    if not groups:
+        return []
+    parts = torch.arange(len(groups)).tensor_split(min(num_minibatches, len(groups)))
+    return [[groups[place] for place in part.tolist()] for part in parts]
 
 
 def microbatches(batch: TokenBatch, max_tokens: int, *, is_packed: bool = False) -> list[Microbatch]:
@@ -433,72 +426,6 @@ def score_rows(batch: TokenBatch, config: TrainerConfig, world: World, score: Ca
     return world.sum(scores)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The first `length` tokens of what `row` has for itself."""
-
-    row: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """Tokens that attend to others: a row to itself, causally, or rows to all of a piece that they share."""
-
-    queries: slice
-    keys: slice
-    is_own: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Waves:
-    """Reads in the order in which threads compute them: of a wave no two have a query, or a key, in common."""
-
-    reads: Tensor  # int64 (R, 5): the first query, how many, the first key, how many, whether it is a row's own
-    starts: Tensor  # int64 (waves + 1,), of each wave the first of its reads, and how many there are in all
-
-    @classmethod
-    def of(cls, reads: Sequence[Read]) -> Waves:
-        """First those of rows to themselves, one of each token; then each read after those before it that it touches."""
-        waves: list[list[Read]] = [[each for each in reads if each.is_own]]
-        for read in (each for each in reads if not each.is_own):
-            touched = (number for number, wave in enumerate(waves[1:], start=1) if any(_touch(read, other) for other in wave))
-            number = max(touched, default=0) + 1
-            if number == len(waves):
-                waves.append([])
-            waves[number].append(read)
-        rows = [
-            [read.queries.start, _length(read.queries), read.keys.start, _length(read.keys), int(read.is_own)]
-            for wave in waves  # of a wave, the longest first: the last ones then end at about the same time
-            for read in sorted(wave, key=lambda read: -_length(read.queries) * _length(read.keys))
-        ]
-        return cls(torch.tensor(rows), torch.tensor([0, *accumulate(map(len, waves))]))
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Where the tokens of rows stand when they are laid end to end."""
-
-    ids: Tensor  # int64 (1, total), with some at the end that no place points to
-    positions: Tensor  # int64 (1, total), of each token in its row
-    places: Tensor  # int64 (n, T), where each token of a row stands among `total`; 0 beyond the row
-    sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
-    shared: tuple[tuple[Piece, ...], ...]  # of each row, what comes before its own tokens
-    reads: tuple[Read, ...]  # what attends to what: of every row to itself first, then to what rows share
-    group: SequenceGroup | None = None  # the ranks that divide the tokens
-    masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
-
-    @cached_property
-    def waves(self) -> Waves:
-        """The reads in the order of the CPU kernels."""
-        return Waves.of(self.reads)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(size + sum(piece.length for piece in pieces) for size, pieces in zip(self.sizes, self.shared, strict=True))
-
-
 def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
     """How many of its first tokens each row shares with the row before it; 0 where sharing them would cost more than it saves.
 
@@ -517,78 +444,3 @@ def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
 def _worth_sharing(counts: Tensor, own: Tensor) -> Tensor:
     """`counts` of shared tokens, 0 where rows with so many `own` tokens are better off without."""
     return counts * ((counts >= MIN_SHARED) & (own**2 <= _MOST_OWN_SQUARED * counts))
-
-
-def lay_out(ids: Tensor, lengths: Tensor, group: SequenceGroup | None = None) -> RowLayout:
-    """Args as of `shared_lengths`. The last row is padded, with tokens that are never read, to a multiple of `UNIT` in all.
-
-    For each other number of tokens the products of every layer would compile kernels, and keep them. Each rank of `group` has
-    as many tokens.
-    """
-    places = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
-    sizes: list[int] = []
-    shared: list[tuple[Piece, ...]] = []
-    start = 0
-    of_rows = zip(lengths.tolist(), shared_lengths(ids, lengths), strict=True)
-    for row, (length, num_shared) in enumerate(of_rows):
-        if num_shared:
-            places[row, :num_shared] = places[row - 1, :num_shared]
-            shared.append(_first(num_shared, (*shared[-1], Piece(row - 1, sizes[-1]))))
-        else:
-            shared.append(())
-        sizes.append(length - num_shared)
-        places[row, num_shared:length] = torch.arange(start, start + sizes[-1], device=ids.device)
-        start += sizes[-1]
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
-    num_more = -start % ((UNIT if start >= UNIT**2 else 1) * (1 if group is None else group.size))
-    sizes[-1] += num_more
-    more = torch.arange(num_more, device=ids.device)
-    return RowLayout(
-        ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
-        positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
-        places=places,
-        sizes=tuple(sizes),
-        shared=tuple(shared),
-        reads=_reads(sizes, shared),
-        group=group,
-    )
-
-
-def _reads(sizes: Sequence[int], shared: Sequence[tuple[Piece, ...]]) -> tuple[Read, ...]:
-    """Rows that stand together and share the same piece read it together."""
-    starts = [0, *accumulate(sizes)]
-    tokens = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-    together: list[Read] = []
-    newest: dict[Piece, int] = {}  # where the last read of a piece stands in `together`
-    for own, pieces in zip(tokens, shared, strict=True):
-        for piece in pieces if own.start < own.stop else ():
-            place = newest.get(piece)
-            if place is not None and together[place].queries.stop == own.start:
-                together[place] = replace(together[place], queries=slice(together[place].queries.start, own.stop))
-            else:
-                newest[piece] = len(together)
-                start = starts[piece.row]
-                together.append(Read(queries=own, keys=slice(start, start + piece.length), is_own=False))
-    return (*(Read(queries=own, keys=own, is_own=True) for own in tokens if own.start < own.stop), *together)
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _touch(one: Read, other: Read) -> bool:
-    both = (one.queries, other.queries), (one.keys, other.keys)
-    return any(a.start < b.stop and b.start < a.stop for a, b in both)
-
-
-def _first(length: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The first `length` tokens of `pieces`."""
-    taken = []
-    for piece in pieces:
-        if length <= 0:
-            break
-        if piece.length:
-            taken.append(Piece(piece.row, min(piece.length, length)))
-            length -= piece.length
-    return tuple(taken)

@@ -1,4 +1,4 @@
-"""Attention over rows of tokens that are laid end to end.
+"""Where the tokens of rows stand that are laid end to end, and attention over them.
 
 The layers of a model treat every token by itself, but for attention; so they may run over all tokens of a micro-batch as one
 long row. Attention then takes each row apart: its tokens attend to each other, and to those that it shares with rows before.
@@ -7,8 +7,12 @@ So no product is spent on padding, on tokens of other rows, or a second time on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +20,116 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.errors import ModelError
-from strop.training.batch import Piece, RowLayout
-from strop.training.cpu.kernels import HEAD_UNIT, MAX_DIM, Kernels, compiled
+from strop.training.batch import shared_lengths
+from strop.training.cpu.kernels import HEAD_UNIT, MAX_DIM, Kernels, Read, Waves, compiled
 
 if TYPE_CHECKING:
     import transformers
 
+    from strop.training.sharded import SequenceGroup
+
 ATTENTION = "strop_rows"  # its name in the model library
+UNIT = 16  # tokens; for each number of rows that is no multiple of it, products compile kernels, and keep them
 _LONG = 512  # tokens of a row, above which torch's attention with AVX-512 is faster than that in C for AVX2
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The first `length` tokens of what `row` has for itself."""
+
+    row: int
+    length: int
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the tokens of rows stand when they are laid end to end."""
+
+    ids: Tensor  # int64 (1, total), with some at the end that no place points to
+    positions: Tensor  # int64 (1, total), of each token in its row
+    places: Tensor  # int64 (n, T), where each token of a row stands among `total`; 0 beyond the row
+    sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
+    shared: tuple[tuple[Piece, ...], ...]  # of each row, what comes before its own tokens
+    reads: tuple[Read, ...]  # what attends to what: of every row to itself first, then to what rows share
+    group: SequenceGroup | None = None  # the ranks that divide the tokens
+    masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
+
+    @cached_property
+    def waves(self) -> Waves:
+        """The reads in the order of the CPU kernels."""
+        return Waves.of(self.reads)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(size + sum(piece.length for piece in pieces) for size, pieces in zip(self.sizes, self.shared, strict=True))
+
+
+def lay_out(ids: Tensor, lengths: Tensor, group: SequenceGroup | None = None) -> RowLayout:
+    """Args as of `shared_lengths`. The last row is padded, with tokens that are never read, to a multiple of `UNIT` in all.
+
+    For each other number of tokens the products of every layer would compile kernels, and keep them. Each rank of `group` has
+    as many tokens.
+    """
+    places = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
+    sizes: list[int] = []
+    shared: list[tuple[Piece, ...]] = []
+    start = 0
+    of_rows = zip(lengths.tolist(), shared_lengths(ids, lengths), strict=True)
+    for row, (length, num_shared) in enumerate(of_rows):
+        if num_shared:
+            places[row, :num_shared] = places[row - 1, :num_shared]
+            shared.append(_first(num_shared, (*shared[-1], Piece(row - 1, sizes[-1]))))
+        else:
+            shared.append(())
+        sizes.append(length - num_shared)
+        places[row, num_shared:length] = torch.arange(start, start + sizes[-1], device=ids.device)
+        start += sizes[-1]
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
+    num_more = -start % ((UNIT if start >= UNIT**2 else 1) * (1 if group is None else group.size))
+    sizes[-1] += num_more
+    more = torch.arange(num_more, device=ids.device)
+    return RowLayout(
+        ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
+        positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
+        places=places,
+        sizes=tuple(sizes),
+        shared=tuple(shared),
+        reads=_reads(sizes, shared),
+        group=group,
+    )
+
+
+def _reads(sizes: Sequence[int], shared: Sequence[tuple[Piece, ...]]) -> tuple[Read, ...]:
+    """Rows that stand together and share the same piece read it together."""
+    starts = [0, *accumulate(sizes)]
+    tokens = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    together: list[Read] = []
+    newest: dict[Piece, int] = {}  # where the last read of a piece stands in `together`
+    for own, pieces in zip(tokens, shared, strict=True):
+        for piece in pieces if own.start < own.stop else ():
+            place = newest.get(piece)
+            if place is not None and together[place].queries.stop == own.start:
+                together[place] = replace(together[place], queries=slice(together[place].queries.start, own.stop))
+            else:
+                newest[piece] = len(together)
+                start = starts[piece.row]
+                together.append(Read(queries=own, keys=slice(start, start + piece.length), is_own=False))
+    return (*(Read(queries=own, keys=own, is_own=True) for own in tokens if own.start < own.stop), *together)
+
+
+def _first(length: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The first `length` tokens of `pieces`."""
+    taken = []
+    for piece in pieces:
+        if length <= 0:
+            break
+        if piece.length:
+            taken.append(Piece(piece.row, min(piece.length, length)))
+            length -= piece.length
+    return tuple(taken)
 
 
 def use_row_attention(model: transformers.PreTrainedModel) -> None:

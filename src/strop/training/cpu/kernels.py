@@ -9,15 +9,17 @@ operator of a norm or a gate goes through memory by itself. Where the functions 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.engine.torch.cpu.compiled import AMX, AVX2, AVX512_BF16, proven
-from strop.training.batch import Read, Waves
+from strop.engine.torch.cpu.compiled import AMX, AVX2, AVX512_BF16, addresses, proven, typed
 
 _SOURCES = {
     torch.bfloat16: (Path(__file__).with_name("kernels.c"), AVX512_BF16),
@@ -26,32 +28,65 @@ _SOURCES = {
 HEAD_UNIT = {torch.bfloat16: 32, torch.float32: 8}  # of whose multiples heads can be
 WIDTH_UNIT = {torch.bfloat16: 16, torch.float32: 1}  # of whose multiples the widths of norms and gates can be
 MAX_DIM, _ROWS_AT_ONCE = 256, 64  # of the sources
-_INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Tokens that attend to others: a row to itself, causally, or rows to all of a piece that they share."""
+
+    queries: slice
+    keys: slice
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """Reads in the order in which threads compute them: of a wave no two have a query, or a key, in common."""
+
+    reads: Tensor  # int64 (R, 5): the first query, how many, the first key, how many, whether it is a row's own
+    starts: Tensor  # int64 (waves + 1,), of each wave the first of its reads, and how many there are in all
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> Waves:
+        """First those of rows to themselves, one of each token; then each read after those before it that it touches."""
+        waves: list[list[Read]] = [[each for each in reads if each.is_own]]
+        for read in (each for each in reads if not each.is_own):
+            touched = (number for number, wave in enumerate(waves[1:], start=1) if any(_touch(read, other) for other in wave))
+            number = max(touched, default=0) + 1
+            if number == len(waves):
+                waves.append([])
+            waves[number].append(read)
+        rows = [
+            [read.queries.start, _length(read.queries), read.keys.start, _length(read.keys), int(read.is_own)]
+            for wave in waves  # of a wave, the longest first: the last ones then end at about the same time
+            for read in sorted(wave, key=lambda read: -_length(read.queries) * _length(read.keys))
+        ]
+        return cls(torch.tensor(rows), torch.tensor([0, *accumulate(map(len, waves))]))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _touch(one: Read, other: Read) -> bool:
+    both = (one.queries, other.queries), (one.keys, other.keys)
+    return any(a.start < b.stop and b.start < a.stop for a, b in both)
 
 
 class Kernels:
     """The compiled functions; all that they take is of their precision and on the CPU. Heads are (1, heads, T, head_dim)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._attend, self._backward = library.strop_attend_rows, library.strop_attend_rows_backward
-        self._scratch_bytes = library.strop_attend_scratch
-        self._backward_scratch_bytes = library.strop_attend_backward_scratch
-        self._attend.argtypes = [_INT] * 2 + [_PLACE] * 2 + [_INT] * 4 + [_PLACE] * 6 + [_FLOAT] + [_PLACE] * 3 + [_INT]
-        self._backward.argtypes = [_INT] * 2 + [_PLACE] * 2 + [_INT] * 4 + [_PLACE] * 11 + [_FLOAT] + [_PLACE] * 4 + [_INT]
-        self._norm, self._norm_backward = library.strop_norm_rows, library.strop_norm_rows_backward
-        self._gate, self._gate_backward = library.strop_gate, library.strop_gate_backward
-        self._norm.argtypes = [_INT] * 3 + [_PLACE] * 2 + [_FLOAT] + [_PLACE] * 2
-        self._norm_backward.argtypes = [_INT] * 3 + [_PLACE] * 6
-        self._gate.argtypes = [_INT] * 2 + [_PLACE] * 3
-        self._gate_backward.argtypes = [_INT] * 2 + [_PLACE] * 5
-        self._head, self._head_backward = library.strop_head, library.strop_head_backward
-        self._head.argtypes = [*[_INT] * 3, _PLACE, _FLOAT, *[_PLACE] * 4]
-        self._head_backward.argtypes = [*[_INT] * 3, _PLACE, _FLOAT, *[_PLACE] * 5]
-        others = (self._norm, self._norm_backward, self._gate, self._gate_backward, self._head, self._head_backward)
-        for function in (self._attend, self._backward, *others):
-            function.restype = None
-        for function in (self._scratch_bytes, self._backward_scratch_bytes):
-            function.argtypes, function.restype = [_INT, _INT], _INT
+        self._attend = typed(library.strop_attend_rows, "iippiiii" + 6 * "p" + "fpppi")
+        self._backward = typed(library.strop_attend_rows_backward, "iippiiii" + 11 * "p" + "fppppi")
+        self._scratch_bytes = typed(library.strop_attend_scratch, "ii", "i")
+        self._backward_scratch_bytes = typed(library.strop_attend_backward_scratch, "ii", "i")
+        self._norm = typed(library.strop_norm_rows, "iiippfpp")
+        self._norm_backward = typed(library.strop_norm_rows_backward, "iiipppppp")
+        self._gate = typed(library.strop_gate, "iippp")
+        self._gate_backward = typed(library.strop_gate_backward, "iippppp")
+        self._head = typed(library.strop_head, "iiipfpppp")
+        self._head_backward = typed(library.strop_head_backward, "iiipfppppp")
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, waves: Waves, scale: float) -> tuple[Tensor, Tensor]:
         """What queries read, (1, T, H, D), and log-normalizers, float32 (1, H, T)."""
@@ -61,7 +96,7 @@ class Kernels:
         normalizers = _floats(1, num_heads, num_tokens)
         scratch = _scratch(self._scratch_bytes(dim, _most_keys(waves)))
         what = _what_is_read(waves, scratch, query, key)
-        self._attend(*what, *_heads(query, key, value), scale, *_places(out, normalizers, scratch), scratch.shape[1])
+        self._attend(*what, *_heads(query, key, value), scale, *addresses(out, normalizers, scratch), scratch.shape[1])
         return out.to(query.dtype), normalizers
 
     def attend_backward(
@@ -81,7 +116,7 @@ class Kernels:
         gradients = [_floats(*each.shape) for each in (query, key, value)]
         scratch = _scratch(self._backward_scratch_bytes(query.shape[-1], _most_keys(waves)))
         what = _what_is_read(waves, scratch, query, key)
-        places = _places(*gradients, scratch)
+        places = addresses(*gradients, scratch)
         self._backward(*what, *_heads(*heads), normalizers.data_ptr(), scale, *places, scratch.shape[1])
         of_query, of_key, of_value = (each.to(query.dtype) for each in gradients)
         return of_query, of_key, of_value
@@ -91,7 +126,7 @@ class Kernels:
         inputs, weight = inputs.contiguous(), weight.contiguous()
         normed, scales = torch.empty_like(inputs), _floats(*inputs.shape[:-1])
         shape = scales.numel(), inputs.shape[-1]
-        self._norm(torch.get_num_threads(), *shape, *_places(inputs, weight), eps, *_places(normed, scales))
+        self._norm(torch.get_num_threads(), *shape, *addresses(inputs, weight), eps, *addresses(normed, scales))
         return normed, scales
 
     def norm_backward(self, inputs: Tensor, weight: Tensor, scales: Tensor, to_normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +134,7 @@ class Kernels:
         inputs, weight, to_normed = inputs.contiguous(), weight.contiguous(), to_normed.contiguous()
         num_rows, width = scales.numel(), inputs.shape[-1]
         of_inputs, of_weight = torch.empty_like(inputs), _floats(-(-num_rows // _ROWS_AT_ONCE), width)
-        places = _places(inputs, weight, scales, to_normed, of_inputs, of_weight)
+        places = addresses(inputs, weight, scales, to_normed, of_inputs, of_weight)
         self._norm_backward(torch.get_num_threads(), num_rows, width, *places)
         return of_inputs, of_weight.sum(0)
 
@@ -107,14 +142,14 @@ class Kernels:
         """silu(gate) * up, the first factor rounded."""
         gate, up = gate.contiguous(), up.contiguous()
         gated = torch.empty_like(gate)
-        self._gate(torch.get_num_threads(), gate.numel(), *_places(gate, up, gated))
+        self._gate(torch.get_num_threads(), gate.numel(), *addresses(gate, up, gated))
         return gated
 
     def gate_backward(self, gate: Tensor, up: Tensor, to_gated: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up."""
         gate, up, to_gated = gate.contiguous(), up.contiguous(), to_gated.contiguous()
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        self._gate_backward(torch.get_num_threads(), gate.numel(), *_places(gate, up, to_gated, of_gate, of_up))
+        self._gate_backward(torch.get_num_threads(), gate.numel(), *addresses(gate, up, to_gated, of_gate, of_up))
         return of_gate, of_up
 
     def head(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +160,7 @@ class Kernels:
             worst = int(targets[is_outside][0])
             raise IndexError(f"token id {worst} is none of the {logits.shape[1]} that the model's head knows")
         figures = _floats(3, len(logits))
-        places = _places(targets, *figures)
+        places = addresses(targets, *figures)
         self._head(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
         logprobs, entropies, normalizers = figures
         return logprobs, entropies, normalizers
@@ -142,7 +177,7 @@ class Kernels:
     ) -> None:
         """Put the gradient of (m, V) logits in their place; those of log-probs and entropies are times -1 / temperature."""
         columns = [each.contiguous() for each in (targets, normalizers, entropies, to_logprobs, to_entropies)]
-        self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *_places(*columns))
+        self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *addresses(*columns))
 
 
 def compiled(dtype: torch.dtype) -> Kernels | None:
@@ -163,11 +198,7 @@ def _whole_heads(heads: Tensor) -> Tensor:
 
 def _heads(*heads: Tensor) -> list[int | ctypes.Array[ctypes.c_int64]]:
     """Of each where it lies, and its strides."""
-    return [part for each in heads for part in (each.data_ptr(), (_INT * 2)(each.stride(1), each.stride(2)))]
-
-
-def _places(*tensors: Tensor) -> list[int]:
-    return [each.data_ptr() for each in tensors]
+    return [part for each in heads for part in (each.data_ptr(), (ctypes.c_int64 * 2)(each.stride(1), each.stride(2)))]
 
 
 def _what_is_read(waves: Waves, scratch: Tensor, query: Tensor, key: Tensor) -> tuple[int, ...]:
@@ -208,15 +239,12 @@ def _is_head_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> b
     with torch.enable_grad():
         every = (leaf / 0.8).log_softmax(-1)
         logprobs, entropies = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
-        (logprobs * to_both[0] + entropies * to_both[1]).sum().backward()  # type: ignore[no-untyped-call]
+        gradients = torch.autograd.grad((logprobs, entropies), leaf, to_both.unbind())
     with torch.no_grad():
-        *ours, normalizers = kernels.head(logits, targets, 0.8)
-        kernels.head_backward(logits, targets, 0.8, normalizers, ours[1], *(to_both / -0.8))
-        are_near = (
-            torch.allclose(one, other, rtol=0, atol=1e-5) for one, other in zip(ours, (logprobs, entropies), strict=True)
-        )
-        of_leaf = leaf.grad
-        return all(are_near) and of_leaf is not None and bool((logits.float() - of_leaf).norm() < tolerance * of_leaf.norm())
+        ours, own_entropies, normalizers = kernels.head(logits, targets, 0.8)
+        kernels.head_backward(logits, targets, 0.8, normalizers, own_entropies, *(to_both / -0.8))
+        figures, expected = torch.stack((ours, own_entropies)), torch.stack((logprobs, entropies))
+        return torch.allclose(figures, expected, rtol=0, atol=1e-5) and _are_near((logits,), gradients, tolerance)
 
 
 def _are_others_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> bool:
@@ -226,18 +254,12 @@ def _are_others_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -
     leaves = [each.to(torch.float32, copy=True).requires_grad_() for each in (inputs, other[0])]
     pairs = [each.to(torch.float32, copy=True).requires_grad_() for each in (inputs, other)]
     with torch.enable_grad():
-        expected = (
-            F.rms_norm(leaves[0], (48,), leaves[1], 1e-3),
-            F.silu(pairs[0]) * pairs[1],
-        )
-        for each in expected:
-            each.backward(to_outputs.float())  # type: ignore[no-untyped-call]
+        expected = F.rms_norm(leaves[0], (48,), leaves[1], 1e-3), F.silu(pairs[0]) * pairs[1]
+        gradients = torch.autograd.grad(expected, (*leaves, *pairs), [to_outputs.float()] * 2)
     with torch.no_grad():
         normed, scales = kernels.norm(inputs, other[0], 1e-3)
         ours = [normed, kernels.gate(inputs, other), *kernels.norm_backward(inputs, other[0], scales, to_outputs)]
-        ours += kernels.gate_backward(inputs, other, to_outputs)
-        theirs = [*expected, *(leaf.grad for leaf in (*leaves, *pairs))]
-        return all((a.float() - b).norm() < tolerance * b.norm() for a, b in zip(ours, theirs, strict=True) if b is not None)
+        return _are_near([*ours, *kernels.gate_backward(inputs, other, to_outputs)], (*expected, *gradients), tolerance)
 
 
 def _is_attention_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float) -> bool:
@@ -255,14 +277,15 @@ def _is_attention_proven(kernels: Kernels, dtype: torch.dtype, tolerance: float)
     with torch.enable_grad():
         keys, values = (heads.repeat_interleave(3, 1) for heads in leaves[1:])
         scores = (leaves[0] @ keys.mT / 8).masked_fill(~is_seen, -torch.inf)
-        (scores.softmax(-1) @ values).backward(to_outputs.float())  # type: ignore[no-untyped-call]
+        expected = scores.softmax(-1) @ values
+        gradients = torch.autograd.grad(expected, leaves, to_outputs.float())
     waves = Waves.of(reads)
     with torch.no_grad():
-        expected = (scores.softmax(-1) @ values).transpose(1, 2)
         outputs, normalizers = kernels.attend(query, key, value, waves, 0.125)
-        gradients = kernels.attend_backward(query, key, value, outputs, normalizers, to_outputs.transpose(1, 2), waves, 0.125)
-        pairs = [(outputs, expected), *((ours, leaf.grad) for ours, leaf in zip(gradients, leaves, strict=True))]
-        is_near = all(
-            (ours.float() - theirs).norm() < tolerance * theirs.norm() for ours, theirs in pairs if theirs is not None
-        )
+        ours = kernels.attend_backward(query, key, value, outputs, normalizers, to_outputs.transpose(1, 2), waves, 0.125)
+        is_near = _are_near((outputs, *ours), (expected.transpose(1, 2), *gradients), tolerance)
         return is_near and torch.allclose(normalizers, scores.logsumexp(-1), rtol=0, atol=1e-4)
+
+
+def _are_near(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float) -> bool:
+    return all((own.float() - other).norm() < tolerance * other.norm() for own, other in zip(ours, theirs, strict=True))
