@@ -91,7 +91,7 @@ def test_a_summary_is_what_is_judged_unless_the_whole_response_is_asked_for(tmp_
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "q", "first": "GOOD"}], r"candidates\.jsonl:1: second is no text"),
+        ([{"prompt": "q", "first": "GOOD"}], r"candidates\.jsonl:1: second is missing; the row has first, prompt"),
         ([["GOOD", "POOR"]], r"candidates\.jsonl:1: a JSON list, not an object"),
         ([], "no rows, so there is nothing to judge"),
         ([ROWS[2]], r"0 pairs; left out: .* 1 not clear.*Lower the threshold"),

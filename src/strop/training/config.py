@@ -153,22 +153,14 @@ class TrainerConfig(Config):
         return "disk" in (self.optimizer.moments, self.critic.optimizer.moments)
 
     @model_validator(mode="after")
-    def _can_page(self) -> Self:
+    def _fits_its_workers(self) -> Self:
         if self.pages_moments and (self.device not in ("auto", "cpu") or self.workers):
             raise ValueError("optimizer.moments = 'disk' is for device = 'cpu' without workers. Set moments = 'memory'.")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_its_workers(self) -> Self:
         for key, size in (("fsdp_size", self.fsdp_size), ("sequence_parallel", self.sequence_parallel)):
             if size and max(1, self.workers) % size:
                 raise ValueError(f"{key} is {size}, which does not divide workers = {self.workers}. Choose a divisor.")
         if self.sequence_parallel > 1 and not self.packing:
             raise ValueError("sequence_parallel divides rows that lie end to end. Set packing = true.")
-        return self
-
-    @model_validator(mode="after")
-    def _gives_each_worker_a_device(self) -> Self:
         if self.workers and ":" in self.device:
             raise ValueError(
                 f"device is {self.device!r}, but with workers, worker k computes on device k."

@@ -237,7 +237,11 @@ class Learner:
             counters["critic"] = self.critic.optimization.counters()
         state = copied(state)
         self._rest()
-        return Snapshot(write_weights=self._weights_to_write(), state=state, counters=counters, world=self.world)
+        if self.adapter is None:
+            name, write = "model", self._model_writer(is_copy=True)
+        else:
+            name, write = "adapter", self._adapter_writer(self.adapter, is_copy=True)
+        return Snapshot(lambda directory: write(directory / name), state, counters, self.world)
 
     def snapshot_writer(self) -> WriteCheckpoint:
         return self.snapshot().write
@@ -247,20 +251,14 @@ class Learner:
         if self.critic is not None:
             self.critic.optimization.rest()
 
-    def _weights_to_write(self) -> Callable[[Path], None] | None:
-        """Return a function that writes a copy of the policy's weights or its adapter; None on all ranks but the first."""
-        tensors = self._whole_model(is_copy=True) if self.adapter is None else self._whole_adapter(is_copy=True)
+    def _model_writer(self, *, is_copy: bool = False) -> Callable[[Path], None]:
+        """Return a function that writes the model of now into a directory; `is_copy`: also when it has changed since."""
+        tensors = self._gathered(self.names(), self._on_rank, is_copy=is_copy)
+        return lambda directory: write_model(directory, self._shell, tensors, self._tokenizer_files)
 
-        def write(directory: Path) -> None:
-            if self.adapter is None:
-                write_model(directory / "model", self._shell, tensors, self._tokenizer_files)
-            else:
-                self.adapter.write(directory / "adapter", tensors)
-
-        return write if self.world.rank == 0 else None
-
-    def _whole_model(self, *, is_copy: bool = False) -> dict[str, Tensor]:
-        return self._gathered(self.names(), self._on_rank, is_copy=is_copy)
+    def _adapter_writer(self, adapter: Adapter, *, is_copy: bool = False) -> Callable[[Path], None]:
+        tensors = self._whole_adapter(is_copy=is_copy)
+        return lambda directory: adapter.write(directory, tensors)
 
     def _whole_adapter(self, *, is_copy: bool = False) -> dict[str, Tensor]:
         return self._gathered(self.weights.named(), self.weights.on_rank, is_copy=is_copy)
@@ -274,18 +272,17 @@ class Learner:
 
     def save_model(self, directory: Path) -> None:
         """Write the model and its tokenizer into `directory` in the format of `transformers`."""
-        tensors = self._whole_model()
-        if self.world.rank == 0:
-            write_model(directory, self._shell, tensors, self._tokenizer_files)
-        self.world.wait()
+        self._write(self._model_writer(), directory)
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapter into `directory` in the format of `peft`."""
         if self.adapter is None:
             raise ValueError("this trainer has no adapter: trainer.lora is not set")
-        tensors = self._whole_adapter()
+        self._write(self._adapter_writer(self.adapter), directory)
+
+    def _write(self, write: Callable[[Path], None], directory: Path) -> None:
         if self.world.rank == 0:
-            self.adapter.write(directory, tensors)
+            write(directory)
         self.world.wait()
 
     def load(self, directory: Path) -> None:
@@ -301,10 +298,7 @@ class Learner:
         self.optimization.restore(counters)
         state = self.optimization.moments()
         if self.reference is not None:
-            if counters["has_moved_reference"]:
-                state |= self.reference.prepare_state()
-            else:
-                self.reference.go_back()
+            state |= self.reference.restore(has_moved=counters["has_moved_reference"])
         if self.critic is not None:
             state |= self.critic.prepare_state(counters["critic"])
         read_tensors(directory / "state", state, is_alone=self.world.size == 1)

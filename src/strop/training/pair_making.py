@@ -15,15 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from strop.errors import TaskError
 from strop.rewards.base import final_summary
 from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.run_directory import write_text
 from strop.tasks.files import read_rows
-from strop.tasks.readers import Row
-from strop.training.preferences import JudgedOn, Pair
+from strop.training.preferences import JudgedOn, Pair, texts_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +152,8 @@ def read_candidates(path: Path) -> list[Candidates]:
     Raises:
         TaskError: the file is missing or empty, or a row is not of that form.
     """
-    found = [_candidates(row, place) for place, row in read_rows(path)]
+    names, form = ("prompt", "first", "second"), "A line has prompt, first and second."
+    found = [Candidates(**texts_of(row, names, place, form)) for place, row in read_rows(path)]
     if not found:
         raise TaskError(f"{path}: it has no rows, so there is nothing to judge.")
     return found
@@ -177,13 +176,6 @@ def balanced(pairs: Sequence[Pair], *, seed: int, length: Callable[[str], int] =
         few, many = sorted(bands[band], key=len)
         dropped.update(draw.sample(many, len(many) - len(few)))
     return [pair for index, pair in enumerate(pairs) if index not in dropped]
-
-
-def _candidates(row: Row, place: str) -> Candidates:
-    texts: dict[str, Any] = {name: row.get(name) for name in ("prompt", "first", "second")}
-    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-        raise TaskError(f"{place}: {wrong[0]} is no text. A line has prompt, first and second.")
-    return Candidates(**texts)
 
 
 async def _difference(judge: ModelJudge, prompt: str, first: str, second: str, num_judgements: int) -> float | None:

@@ -31,6 +31,7 @@ from strop.training.batch import Row, TokenBatch, pack_rows
 JudgedOn: TypeAlias = Literal["summary", "response"]
 _log = logging.getLogger(__name__)
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_FORM = "A pair has prompt, chosen, rejected; a single row prompt, response, label."
 _LABELS: dict[object, bool] = {True: True, False: False, "safe": True, "unsafe": False}
 
 
@@ -144,10 +145,10 @@ def _preference(row: readers.Row | NoRow, place: str) -> Preference | None:
     if isinstance(row, NoRow):
         raise TaskError(f"{place}: {row.problem}, with prompt, chosen and rejected.")
     if "prompt" not in row and str(row.get("chosen")).startswith(_HUMAN):
-        return _of_dialogues(_texts(row, ("chosen", "rejected"), place))
+        return _of_dialogues(texts_of(row, ("chosen", "rejected"), place))
     if "chosen" in row or "rejected" in row:
-        return Pair(**_texts(row, ("prompt", "chosen", "rejected"), place))
-    texts = _texts(row, ("prompt", "response"), place)
+        return Pair(**texts_of(row, ("prompt", "chosen", "rejected"), place))
+    texts = texts_of(row, ("prompt", "response"), place)
     label = row.get("label")
     if not isinstance(label, bool | str) or label not in _LABELS:
         raise TaskError(f'{place}: label is {shortened(repr(label))}. Write true or false, or "safe" or "unsafe".')
@@ -165,13 +166,12 @@ def _of_dialogues(dialogues: Mapping[str, str]) -> Pair | None:
     return Pair(prompt=prompt, chosen=chosen, rejected=rejected) if prompt == other and chosen and rejected else None
 
 
-def _texts(row: readers.Row, names: Sequence[str], place: str) -> dict[str, str]:
+def texts_of(row: readers.Row, names: Sequence[str], place: str, form: str = _FORM) -> dict[str, str]:
+    """Return the texts `names` of a row. Raises `TaskError`, which says what a row of that `form` has, if one is missing."""
     for name in names:
         if not isinstance(row.get(name), str):
             found = f"is {str(row[name])[:60]!r}" if name in row else f"is missing; the row has {', '.join(sorted(row))}"
-            raise TaskError(
-                f"{place}: {name} {found}. A pair has prompt, chosen, rejected; a single row prompt, response, label."
-            )
+            raise TaskError(f"{place}: {name} {found}. {form}")
     return {name: row[name] for name in names}
 
 

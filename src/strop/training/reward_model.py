@@ -123,7 +123,7 @@ class RewardTrainer:
             self._optimization.check()
             state, counters = copied(self._optimization.state()), self._optimization.counters()
             self._optimization.rest()
-            return Snapshot(write_weights=None, state=state, counters=counters, world=self._world).write
+            return Snapshot(lambda _: None, state, counters, self._world).write
 
         return await self._thread.run(copy)
 

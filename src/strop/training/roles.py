@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,8 @@ class Reference(nn.Module, ABC):
         """What a checkpoint has to hold of it; {} while it is what it was at first."""
 
     @abstractmethod
-    def prepare_state(self) -> dict[str, Tensor]:
-        """`state` of one that has moved, to be read into."""
-
-    @abstractmethod
-    def go_back(self) -> None:
-        """Become what it was at first."""
+    def restore(self, *, has_moved: bool) -> dict[str, Tensor]:
+        """Return `state` of one that has moved, to be read into; or become what it was at first."""
 
 
 class FrozenReference(Reference):
@@ -80,23 +77,18 @@ class FrozenReference(Reference):
             return {}
         return {f"reference.{name}": parameter.detach() for name, parameter in self._parameters_by_name.items()}
 
-    def prepare_state(self) -> dict[str, Tensor]:
-        self.has_moved = True
-        return self.state()
-
     @torch.no_grad()
-    def go_back(self) -> None:
-        if not self.has_moved:
-            return
+    def restore(self, *, has_moved: bool) -> dict[str, Tensor]:
         parameters = self._parameters_by_name
-        if is_divided(next(iter(parameters.values()))):
+        if self.has_moved and not has_moved and is_divided(next(iter(parameters.values()))):
             from strop.training.sharded import read_parts
 
             read_parts(parameters, self._directory)
-        else:
+        elif self.has_moved and not has_moved:
             for name, tensor in load_model(self._directory).named_parameters():
                 parameters[name].copy_(tensor)
-        self.has_moved = False
+        self.has_moved = has_moved
+        return self.state()
 
 
 class AdapterReference(Reference):
@@ -109,17 +101,17 @@ class AdapterReference(Reference):
         self._earlier: dict[str, Tensor] = {}
 
     def forward(self, *rows: Any) -> tuple[Tensor, Tensor]:
-        logprobs: tuple[Tensor, Tensor]
-        if not self.has_moved:
-            with self._adapter.off():
-                logprobs = self._policy[0](*rows)
-            return logprobs
+        with self._exchanged() if self.has_moved else self._adapter.off():
+            logprobs: tuple[Tensor, Tensor] = self._policy[0](*rows)
+        return logprobs
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
         self._exchange()
         try:
-            logprobs = self._policy[0](*rows)
+            yield
         finally:
             self._exchange()
-        return logprobs
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -138,12 +130,11 @@ class AdapterReference(Reference):
     def state(self) -> dict[str, Tensor]:
         return {f"reference.{name}": tensor for name, tensor in self._earlier.items()}
 
-    def prepare_state(self) -> dict[str, Tensor]:
-        self.refresh()
-        return self.state()
-
-    def go_back(self) -> None:
+    def restore(self, *, has_moved: bool) -> dict[str, Tensor]:
         self._earlier, self.has_moved = {}, False
+        if has_moved:
+            self.refresh()
+        return self.state()
 
 
 _PREFIX = "critic."  # of its tensors in a checkpoint

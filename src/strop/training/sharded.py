@@ -253,17 +253,13 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_to_all(parts, group)
+        swapped = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+        dist.all_to_all_single(swapped, parts.contiguous(), group=group)
+        return swapped
 
     @staticmethod
     def backward(ctx: Any, to_swapped: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(to_swapped, ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    swapped = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-    dist.all_to_all_single(swapped, parts.contiguous(), group=group)
-    return swapped
+        return _Swap.forward(ctx, to_swapped, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

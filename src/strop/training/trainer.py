@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from strop.algorithms.method import Column
 from strop.cluster.placement import Node
-from strop.engine.protocol import COPIED_AT_ONCE, Capabilities, InferenceEngine, NamedTensor
+from strop.engine.protocol import COPIED_AT_ONCE, Capabilities, InferenceEngine, NamedTensor, in_parts
 from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import end_team
 from strop.training.assembly import LearnerOptions, open_learner
@@ -58,21 +58,11 @@ class _Source:
         self.num_bytes, self._is_adapter = num_bytes, is_adapter
 
     async def tensors(self) -> AsyncIterator[NamedTensor]:
-        names = iter(await self._thread.run(self._learner.names))
-
-        def copy_some() -> list[NamedTensor]:
-            copies: list[NamedTensor] = []
-            num_bytes = 0
-            for name in names:
-                copies.append((name, self._learner.published(name, self._dtype)))
-                num_bytes += copies[-1][1].nbytes
-                if num_bytes >= COPIED_AT_ONCE:
-                    break
-            return copies
-
-        while copies := await self._thread.run(copy_some):
-            for copy in copies:
-                yield copy
+        names = await self._thread.run(self._learner.names)
+        parts = in_parts(((name, self._learner.published(name, self._dtype)) for name in names), COPIED_AT_ONCE)
+        while part := await self._thread.run(lambda: next(parts, [])):
+            for named in part:
+                yield named
 
     async def checksum(self) -> str:
         return await self._thread.run(lambda: self._learner.checksum(self._dtype))

@@ -311,11 +311,11 @@ def write_model(
             (directory / name).write_bytes(content)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One rank's part of a checkpoint. All ranks write their parts, in any thread. Use `world` for nothing else meanwhile."""
 
-    write_weights: Callable[[Path], None] | None  # the model's or the adapter's directory; only the first rank has them
+    write_weights: Callable[[Path], None]  # the model or the adapter, below a directory; the first rank calls it
     state: dict[str, Tensor]
     counters: Mapping[str, Any]
     world: World
@@ -327,7 +327,7 @@ class Snapshot:
             RunError: the disk is full or the directory cannot be written; on all ranks.
         """
         try:
-            self.world.together(lambda: None if self.write_weights is None else self.write_weights(directory))
+            self.world.together(lambda: None if self.world.rank else self.write_weights(directory))
             write_tensors(directory / "state", self.state, world=self.world)
             self.world.together(lambda: None if self.world.rank else write_json(directory / "trainer.json", self.counters))
         finally:

@@ -57,19 +57,16 @@ class LearnerGroup:
                 nodes=nodes,
                 gpus=gpus,
             )
-        places = [each.node for each in self._actors.processes]
-        addresses = [node.address if len(set(places)) > 1 else "localhost" for node in places]
-        try:
-            with _as_trainer():
-                self._actors.make(
-                    Rank, [(config, rank, addresses[rank], places.count(places[rank])) for rank in range(config.workers)]
-                )
-                port = self._actors.call("listen")
-                self._actors.call("open", options, addresses[0], port)
-            self.num_updates: int = self._ask("num_updates")
-        except BaseException:
-            self._actors.close()
-            raise
+            places = [each.node for each in self._actors.processes]
+            addresses = [node.address if len(set(places)) > 1 else "localhost" for node in places]
+            ranks = [(config, rank, addresses[rank], places.count(places[rank])) for rank in range(config.workers)]
+            try:
+                self._actors.make(Rank, ranks)
+                self._actors.call("open", options, addresses[0], self._actors.call("listen"))
+                self.num_updates: int = self._actors.call("num_updates")
+            except BaseException:
+                self._actors.close()
+                raise
 
     @property
     def nodes(self) -> list[Node | None]:
