@@ -19,10 +19,11 @@ from typing import Any, Self
 from strop.cluster.actor_process import THREADS, AsyncHost, Fault, Host, end_processes, not_running, state_of
 from strop.cluster.connection import LOGS, Connection, enter, first_line, leave
 from strop.cluster.placement import Node
-from strop.errors import ActorsLost, ModelError
+from strop.errors import ActorsLost, ModelError, StropError
 
 _PING_S = 0.8
 _SILENT_PINGS = 4  # in a row: then a process is lost
+_CLOSE_S = 15.0  # for an object, such as an engine with its server, to close
 _OPEN_S = 600.0  # to start a process and make its object
 _MAX_MESSAGES = 1_000  # to an actor at the same time; pings are among them
 _STATES = {
@@ -200,6 +201,13 @@ class Actor(_Process):
         """Return when the process has ended. May be called twice."""
         self.lose("was closed", is_closed=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def shut_down(self) -> None:
+        """Let the object `close`, for a short time, and end the process. May be called twice."""
+        with contextlib.suppress(StropError, TimeoutError):  # what does not close is ended
+            async with asyncio.timeout(_CLOSE_S):
+                await self.call("close")
+        await self.close()
 
     def _begin(self, name: str, arguments: tuple[Any, ...]) -> int:
         message, number = pickle.dumps((name, arguments)), next(self._numbers)

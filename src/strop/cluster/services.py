@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from strop.cluster.actors import Actor
 from strop.cluster.connection import Connection
 from strop.cluster.placement import Node, Roles
-from strop.errors import MachineError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import CodeService
 
 if TYPE_CHECKING:
     from strop.sandbox.server.server import CodeServer
 
-_CLOSE_S = 15.0
 _PAUSE_S = 5.0  # before a service that did not start is started again
 
 
@@ -105,11 +103,4 @@ async def open_services(
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
-        await asyncio.gather(*(_close(actor) for actor, _ in actors.values()))
-
-
-async def _close(actor: Actor) -> None:
-    with contextlib.suppress(MachineError, TimeoutError):  # what does not close is ended
-        async with asyncio.timeout(_CLOSE_S):
-            await actor.call("close")
-    await actor.close()
+        await asyncio.gather(*(actor.shut_down() for actor, _ in actors.values()))

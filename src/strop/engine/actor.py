@@ -21,7 +21,7 @@ import torch
 
 from strop.cluster.actors import Actor
 from strop.cluster.placement import Node
-from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig
 from strop.engine.model_directory import has_tokenizer
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe, SleepingEngine
 from strop.engine.publication import Publication
@@ -31,8 +31,6 @@ from strop.engine.torch.cpu.resources import keep_little_freed_memory
 from strop.engine.torch.engine import TorchEngine
 from strop.errors import ActorsLost, EngineLost, StropError, WeightsNotProven
 from strop.types import Completion
-
-_CLOSE_S = 15.0  # for a server to end
 
 
 class ActorEngine:
@@ -57,7 +55,7 @@ class ActorEngine:
     async def start(
         cls,
         model_directory: Path,
-        config: EngineConfig | VllmConfig | SglangConfig,
+        config: EngineChoice,
         *,
         name: str,
         log: Path,
@@ -158,10 +156,7 @@ class ActorEngine:
 
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
-        with contextlib.suppress(StropError, TimeoutError):  # what does not close is ended
-            async with asyncio.timeout(_CLOSE_S):
-                await self._actor.call("close")
-        await self._actor.close()
+        await self._actor.shut_down()
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         with _as_engine(self._oom_kills):
@@ -192,7 +187,7 @@ class _HostedEngine:
         self._begun: dict[int, asyncio.Task[Completion]] = {}
 
     @classmethod
-    async def open(cls, path: Path, config: EngineConfig | VllmConfig | SglangConfig, name: str, logs: Path) -> Self:
+    async def open(cls, path: Path, config: EngineChoice, name: str, logs: Path) -> Self:
         with _naming_failures():
             if not isinstance(config, EngineConfig):
                 from strop.engine.opening import open_engines  # which opens these processes

@@ -16,7 +16,7 @@ import httpx2
 
 from strop.cluster.connection import check_installed, take_engine_nodes
 from strop.cluster.placement import Node
-from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
+from strop.engine.config import EngineChoice, EngineConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.engine.protocol import InferenceEngine
 from strop.engine.publication import Publication
@@ -33,7 +33,7 @@ Detokenizer = Callable[[Sequence[int]], str]
 
 async def open_engines(
     model_directory: Path,
-    config: EngineConfig | VllmConfig | SglangConfig,
+    config: EngineChoice,
     *,
     detokenize: Detokenizer | None,
     logs: Path | None = None,
@@ -80,13 +80,7 @@ async def open_engines(
 
 
 async def _open_process(
-    path: Path,
-    config: EngineConfig | VllmConfig | SglangConfig,
-    name: str,
-    log: Path,
-    node: Node | None,
-    gpus: float,
-    devices: Sequence[int],
+    path: Path, config: EngineChoice, name: str, log: Path, node: Node | None, gpus: float, devices: Sequence[int]
 ) -> InferenceEngine:
     from strop.engine.actor import ActorEngine  # imports transformers, which takes seconds
 
