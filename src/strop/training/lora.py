@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -124,19 +126,14 @@ class Adapter:
         return {names[name]: tensor for name, tensor in tensors.items()}
 
 
-@contextlib.contextmanager
-def _none_moves_to_meta() -> Iterator[None]:
+def _none_moves_to_meta() -> AbstractContextManager[Any]:
     """Let modules stay where the library would move them to the meta device, to the layers that they adapt."""
     move = nn.Module.to
 
     def stay_or_move(module: nn.Module, *place: Any, **options: Any) -> nn.Module:
         return module if torch.device("meta") in (*place, *options.values()) else move(module, *place, **options)
 
-    nn.Module.to = stay_or_move  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.to = move  # type: ignore[method-assign]
+    return patch.object(nn.Module, "to", stay_or_move)
 
 
 def published_name(name: str) -> str:

@@ -11,10 +11,11 @@ each has the whole loss, whatever it is, and the gradient of its own tokens. Sum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -141,8 +142,7 @@ def model_without_weights(directory: Path, *, is_reward_model: bool = False) -> 
     return model
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> AbstractContextManager[Any]:
     """Create modules without memory for their parameters. Buffers, which follow from a config, are as always."""
     register = nn.Module.register_parameter
 
@@ -151,11 +151,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return patch.object(nn.Module, "register_parameter", register_on_meta)
 
 
 @torch.no_grad()
