@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,17 +18,14 @@ from strop.engine.torch.kv_cache import KvCache
 
 from .support import make_model
 
-SIZES = {
-    "dtype": torch.bfloat16,
-    "device": torch.device("cpu"),
-    "head_dim": 64,
-    "num_heads": 6,
-    "num_kv_heads": 2,
-    "hidden_size": 64,
-}
+SIZES = {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "hidden_size": 64}
 NUM_SLOTS, NUM_COLUMNS = 5, 300
 ROUNDING = {torch.bfloat16: 1.0, torch.float32: 5e-4}
 """Of a precision, relative to bfloat16's."""
+
+
+def kernels_of(dtype=torch.bfloat16, **sizes):
+    return kernels_for(SimpleNamespace(**{**SIZES, **sizes}), dtype, torch.device("cpu"))
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -37,7 +35,7 @@ def dtype(request):
 
 @pytest.fixture
 def kernels(dtype):
-    found = kernels_for(**{**SIZES, "dtype": dtype})
+    found = kernels_of(dtype=dtype)
     if found is None:
         pytest.skip("needs a C compiler and a processor with AVX-512 BF16, or AVX2 for float32")
     return found
@@ -95,7 +93,7 @@ def test_attention_is_that_of_float32_up_to_rounding(kernels, dtype, head_dim, n
 
 @pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), [(40, 4, 4), (10, 3, 1), (80, 4, 2)])
 def test_in_float32_heads_may_have_any_size(head_dim, num_heads, num_kv_heads):
-    if (kernels := kernels_for(**{**SIZES, "dtype": torch.float32})) is None:
+    if (kernels := kernels_of(dtype=torch.float32)) is None:
         pytest.skip("needs a C compiler and a processor with AVX2")
     given = scene(torch.float32, head_dim, num_heads, num_kv_heads, [1, 2, 127, 128, 129, 300])
     found = attend(kernels, *given, num_heads)
@@ -235,7 +233,7 @@ def test_norm_without_kernels_rounds_as_the_model_library_does(dtype, no_memory,
     ],
 )
 def test_other_models_are_left_to_torch(change):
-    assert kernels_for(**{**SIZES, **change}) is None
+    assert kernels_of(**change) is None
 
 
 def attention_of(dtype):
@@ -311,4 +309,4 @@ def test_the_compilers_of_a_machine_are_found_by_name(dtype):
     _, instructions = kernels_module._SOURCES[dtype]
     if not compiled._has_processor(instructions) or not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         pytest.skip("needs a C compiler and a processor with AVX-512 BF16, or AVX2 for float32")
-    assert kernels_for(**{**SIZES, "dtype": dtype}) is not None
+    assert kernels_of(dtype=dtype) is not None

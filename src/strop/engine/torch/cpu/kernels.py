@@ -103,19 +103,17 @@ class Kernels:
         self._place(torch.get_num_threads(), *sizes, *given, eps, *written)
 
 
-def kernels_for(
-    *, dtype: torch.dtype, device: torch.device, head_dim: int, num_heads: int, num_kv_heads: int, hidden_size: int
-) -> Kernels | None:
+def kernels_for(shape: Architecture, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The compiled functions, if they are made for such a model and this machine can have them."""
     fits = (
         dtype in _SOURCES
         and device.type == "cpu"
-        and head_dim <= _MAX_DIM
-        and num_heads % num_kv_heads == 0
-        and num_heads // num_kv_heads <= _MAX_GROUP
+        and shape.head_dim <= _MAX_DIM
+        and shape.num_heads % shape.num_kv_heads == 0
+        and shape.num_heads // shape.num_kv_heads <= _MAX_GROUP
     )
     if dtype is torch.bfloat16:
-        fits &= head_dim % _PAIRED == 0 and hidden_size % _LANES == 0
+        fits &= shape.head_dim % _PAIRED == 0 and shape.hidden_size % _LANES == 0
     return _compiled(dtype) if fits else None
 
 
@@ -159,16 +157,9 @@ class KernelAttention:
             eps=shape.norm_eps,
         )
         num_wanted = len(plan.slots) if with_chunks else plan.num_rows
-        return self._kernels.attend(
-            qkv if with_chunks else qkv[:num_wanted],
-            keys,
-            values,
-            plan.slots[:num_wanted],
-            plan.lengths[:num_wanted],
-            plan.lenders[:num_wanted],
-            plan.lent[:num_wanted],
-            num_heads=shape.num_heads,
-        )
+        reads = [each[:num_wanted] for each in (plan.slots, plan.lengths, plan.lenders, plan.lent)]
+        wanted = qkv if with_chunks else qkv[:num_wanted]
+        return self._kernels.attend(wanted, keys, values, *reads, num_heads=shape.num_heads)
 
     def _planned(self, tokens: Tokens, lengths: Tensor) -> KernelPlan:
         real = slice(tokens.num_real)
@@ -184,14 +175,7 @@ class KernelAttention:
 
 def attention_over(cache: KvCache, architecture: Architecture, tables: Tables) -> TorchAttention | KernelAttention:
     """The fastest that this machine and model allow."""
-    kernels = kernels_for(
-        dtype=cache.keys.dtype,
-        device=cache.keys.device,
-        head_dim=architecture.head_dim,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        hidden_size=architecture.hidden_size,
-    )
+    kernels = kernels_for(architecture, cache.keys.dtype, cache.keys.device)
     if kernels is None:
         return TorchAttention(cache, architecture, tables)
     return KernelAttention(kernels, cache, architecture, tables)
