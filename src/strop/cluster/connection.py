@@ -73,7 +73,6 @@ class Connection:
 
     def __init__(self, ray: Any, directory: Path | None = None) -> None:
         self.ray, self.directory = ray, directory
-        self.num_users = 0
         self.note: Callable[..., None] = ignore
         self.placement: Placement | None = None
         self._here: str = ray.get_runtime_context().get_node_id()
@@ -278,7 +277,7 @@ def first_line(error: Exception) -> str:
 
 
 _connection: Connection | None = None
-_is_kept = False  # though nothing uses it
+_num_users = 0  # of it, or of one that is opened when it is needed
 _entering = threading.RLock()  # over these, and the start and end of Ray
 
 
@@ -295,14 +294,14 @@ def connected(config: ClusterConfig | None, directory: Path | None) -> Iterator[
         UserError: Ray is not installed, no cluster is at the address, a node has other versions than this one, or does not see
             the directory.
     """
-    global _is_kept
+    global _num_users
     if config is None:
-        before, _is_kept = _is_kept, True
+        with _entering:
+            _num_users += 1
         try:
             yield None
         finally:
-            _is_kept = before
-            _end_if_unused()
+            leave()
         return
     connection = enter("cluster", config, directory)
     try:
@@ -317,7 +316,7 @@ def connected(config: ClusterConfig | None, directory: Path | None) -> Iterator[
 
 def enter(key: str, config: ClusterConfig | None = None, directory: Path | None = None) -> Connection:
     """Return the connection, which is opened for its first user. Without a config it is to a cluster of this machine."""
-    global _connection
+    global _connection, _num_users
     check_installed(key)
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -328,7 +327,7 @@ def enter(key: str, config: ClusterConfig | None = None, directory: Path | None 
         if _connection is None:
             _start(ray, key, config)
             _connection = Connection(ray, directory)
-        _connection.num_users += 1
+        _num_users += 1
         return _connection
 
 
@@ -427,17 +426,11 @@ def placed() -> Placement | None:
 
 
 def leave() -> None:
-    """End the connection with its last user, unless it is kept."""
+    """End the connection with its last user."""
+    global _connection, _num_users
     with _entering:
-        assert _connection is not None
-        _connection.num_users -= 1
-        _end_if_unused()
-
-
-def _end_if_unused() -> None:
-    global _connection
-    with _entering:
-        if _connection is not None and not _connection.num_users and not _is_kept:
+        _num_users -= 1
+        if _connection is not None and not _num_users:
             _connection.ray.shutdown()
             _connection = None
 
