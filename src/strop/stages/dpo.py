@@ -6,7 +6,6 @@ on; a reward model has the same.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import random
 import time
@@ -191,7 +190,7 @@ class DPO(PreferenceStage):
         async with AsyncExitStack() as opened:
             sets = self.open_sets(context, opened, keep)
             steps = checked_steps(context, config, config.num_updates(len(sets.train)))
-            trainer = await asyncio.to_thread(Trainer.from_directory, init, config.trainer, reference=init, total_updates=steps)
+            trainer = Trainer.from_directory(init, config.trainer, reference=init, total_updates=steps)
             opened.push_async_callback(trainer.close)
             held_out = _HeldOut(context, config, trainer, sets.test)
 

@@ -6,7 +6,6 @@ assignment 5, section 5.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -158,7 +157,7 @@ class ExpertIteration(RolloutStage):
         """Train from the last checkpoint to the last step."""
         stage, init = self.config, product_of(context.run, self.config.init)
         async with AsyncExitStack() as opened:
-            trainer = await asyncio.to_thread(Trainer.from_directory, init, stage.trainer)
+            trainer = Trainer.from_directory(init, stage.trainer)
             opened.push_async_callback(trainer.close)
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             run = ExpertIterationRun(context, stage, trainer, rollouts)

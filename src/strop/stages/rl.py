@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import ClassVar, Self
@@ -328,14 +327,8 @@ class RL(RolloutStage):
             needs, num, num_of_critic = stage.method.needs, stage.num_updates, stage.steps * stage.updates_in_step
             reference = init if Column.REFERENCE_LOGPROBS in needs else None
             critic = product_of(context.run, stage.critic_init or stage.init) if Column.VALUES in needs else None
-            trainer = await asyncio.to_thread(
-                Trainer.from_directory,
-                init,
-                stage.trainer,
-                reference=reference,
-                critic=critic,
-                total_updates=num,
-                total_critic_updates=num_of_critic,
+            trainer = Trainer.from_directory(
+                init, stage.trainer, reference=reference, critic=critic, total_updates=num, total_critic_updates=num_of_critic
             )
             opened.push_async_callback(trainer.close)
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
@@ -176,7 +175,7 @@ class SFT(TrainingStage):
                     f" {', '.join(config.data) or 'the demonstrator'} make more."
                 )
             steps = checked_steps(context, config, config.num_updates(len(on_disk)))
-            trainer = await asyncio.to_thread(Trainer.from_directory, init, config.trainer, total_updates=steps)
+            trainer = Trainer.from_directory(init, config.trainer, total_updates=steps)
             opened.push_async_callback(trainer.close)
             validator = None
             if config.validation is not None:
