@@ -85,6 +85,10 @@ class ActorsLost(MachineError):  # noqa: N818 - named for what happened
     """One of several processes that make each call together died, hung or broke."""
 
 
+class ActorsFailed(MachineError):  # noqa: N818 - named for what happened
+    """One of several processes that make each call together raised an error, as it would again if they were started again."""
+
+
 class TrainerLost(MachineError):  # noqa: N818 - named for what happened
     """A process of the trainer died, hung or broke, and the weights in memory with it."""
 

@@ -49,8 +49,15 @@ class FakeRay:
         class RayTaskError(RayError):
             pass
 
+        class RayActorError(RayError):
+            pass
+
+        class ActorUnavailableError(RayActorError):
+            pass
+
     def __init__(self, *gpus):
         self.all_gpus, self.free, self.silent = gpus, list(gpus), set()
+        self.errors = {}  # of the next calls to a node
         state = SimpleNamespace(available_resources_per_node=lambda: {str(k): {"GPU": n} for k, n in enumerate(self.free)})
         self._private = SimpleNamespace(state=state)
         self.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "0")
@@ -80,8 +87,13 @@ class FakeRay:
         run = SimpleNamespace(remote=lambda message: (node, message))
         return SimpleNamespace(remote=lambda: SimpleNamespace(run=run))
 
+    def wait(self, refs, **_):
+        return refs, []
+
     def get(self, ref, timeout):
         node, message = ref
+        if self.errors.get(node):
+            raise self.errors[node].pop(0)
         if node in self.silent:
             raise self.exceptions.RayError("timed out.")
         function, arguments = pickle.loads(message)
@@ -225,6 +237,21 @@ def test_a_node_where_nothing_starts_that_answers_for_it_is_set_aside():
     ray.silent = set()  # it is not asked again, though it would answer
     with pytest.raises(ActorsLost, match=r"node 10\.0\.0\.1 is not used any more"):
         connection.run(other, os.getpid)
+
+
+def test_a_node_whose_agent_has_ended_is_used_when_ray_has_started_it_again_and_set_aside_when_it_is_dead(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    ray, kinds = FakeRay(0, 0), FakeRay.exceptions
+    connection = ray.connect()
+    _, other = connection.nodes()
+    ended = [kinds.RayActorError("it died"), kinds.ActorUnavailableError("it starts"), kinds.ActorUnavailableError("it starts")]
+    ray.errors[other.id] = list(ended)
+    assert connection.run(other, os.getpid) == os.getpid()
+    ray.errors[other.id] = list(ended)
+    assert connection.find_silent([other]) is None
+    ray.errors[other.id] = [*ended, kinds.RayError("its node is dead")]
+    assert connection.find_silent([other]) == other
+    assert ids(connection.nodes()) == ["0"]
 
 
 def test_a_node_that_answers_is_used():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -96,14 +97,49 @@ def test_where_no_engine_is_left_the_run_stops_and_the_same_command_goes_on(scri
     assert opened["reused"] == num_finished
 
 
-def test_where_no_engine_is_left_after_a_checkpoint_the_stage_starts_again(scripted_run, tmp_path):
+@pytest.fixture
+def on_a_cluster(monkeypatch):
+    """What a run asks of a cluster, without one."""
+
+    @contextmanager
+    def connected(config, directory):
+        yield SimpleNamespace()
+
+    async def place(connection, context):
+        pass
+
+    monkeypatch.setattr("strop.pipeline.run.connected", connected)
+    monkeypatch.setattr("strop.pipeline.run.check_nodes", lambda *_: None)
+    monkeypatch.setattr("strop.pipeline.run._place", place)
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_where_no_engine_of_a_cluster_is_left_the_stage_starts_again(scripted_run, tmp_path):
     recipe = with_engines(1, max_replacements=0, checkpoint_every=1)
-    progress = Watching()
-    done = run_recipe(tmp_path / "run", recipe, make_engine=Mortal({1: 45}), progress=progress)  # in the second step of RL
-    [restart] = events(done.run, "stage_restarted")
-    assert (restart["stage"], restart["from_step"]) == ("rl", 1)
+    progress, mortal = Watching(), Mortal({1: 5, 2: 45})  # in the first step of RL, and in the second
+    done = run_recipe(tmp_path / "run", recipe, make_engine=mortal, progress=progress)
+    restarts = events(done.run, "stage_restarted")
+    assert [(each["stage"], each["from_step"]) for each in restarts] == [("rl", 0), ("rl", 1)]
     assert any("SIGKILL" in each and "rl starts again from step 1." in each for each in progress.warnings)
+    assert not any("same command" in each for each in progress.warnings)
     assert_same_outcome(done.run, scripted_run.run)
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_engines_that_cannot_be_opened_end_the_run_at_once(tmp_path):
+    def make_engine(policy, **options):
+        raise EngineLost("the server did not start")
+
+    with pytest.raises(EngineLost, match="did not start"):
+        run_recipe(tmp_path / "run", make_engine=make_engine)
+    assert not events(RunDirectory(tmp_path / "run"), "stage_restarted")
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_a_stage_that_loses_its_engines_again_and_again_ends_the_run(tmp_path):
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        run_recipe(tmp_path / "run", with_engines(1, max_replacements=0), make_engine=Mortal(dict.fromkeys(range(1, 9), 2)))
+    assert [each["from_step"] for each in events(RunDirectory(tmp_path / "run"), "stage_restarted")] == [0, 0, 0]
 
 
 def test_a_step_writes_what_its_engines_did(tmp_path):

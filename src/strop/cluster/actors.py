@@ -19,7 +19,7 @@ from typing import Any, Self
 from strop.cluster.actor_process import THREADS, AsyncHost, Fault, Host, end_processes, not_running, state_of
 from strop.cluster.connection import LOGS, Connection, enter, first_line, leave
 from strop.cluster.placement import Node
-from strop.errors import ActorsLost, ModelError, StropError
+from strop.errors import ActorsFailed, ActorsLost, StropError, UserError
 
 _PING_S = 0.8
 _SILENT_PINGS = 4  # in a row: then a process is lost
@@ -392,13 +392,14 @@ class ActorGroup:
         silent = [process for number, process in enumerate(self.processes) if number not in answers]
         if len(faults) == len(refs) and (mistake := next(iter(faults.values())).error) is not None:
             raise mistake  # what all report is the caller's
-        for process, fault in faults.items():
-            if isinstance(fault.error, ModelError):  # of a node that lacks the model, or has another one
-                raise ModelError(f"node {process.node}: {fault.error}")
-        if silent or faults:
+        if faults:  # the others wait for these
+            what = [f"{each.title} broke during {call}: {fault.text}" for each, fault in faults.items()]
+            failure = ActorsFailed(str(self._lose("; ".join(what), next(iter(faults)))))
+            mistakes = [fault.error for fault in faults.values() if isinstance(fault.error, UserError)]
+            raise mistakes[0] if mistakes else failure
+        if silent:
             what = [f"{each.title} gave no answer to {call}" for each in silent]
-            what += [f"{each.title} broke during {call}: {fault.text}" for each, fault in faults.items()]
-            raise self._lose("; ".join(what), [*faults, *silent][0])  # a silent one has nothing in its log
+            raise self._lose("; ".join(what), silent[0])
         return answers[0]
 
     def _watch(self) -> None:

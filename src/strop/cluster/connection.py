@@ -41,7 +41,6 @@ _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTIN
 _ANSWER_S = 30.0  # of an agent that has something to do
 _COPY_S = 600.0  # of a file: a gigabyte over a slow network, to many nodes at once
 _NUM_LOOKS, _LOOK_S = 7, 0.5  # for the answer of an agent that is only asked how it is
-_NUM_STARTS = 10  # times that an agent which has ended is asked whether Ray has started it again
 _CONNECT_S = 3.5
 _START_S = 60.0
 _FREE_S = 10.0  # until Ray knows that GPUs are free
@@ -142,7 +141,13 @@ class Connection:
             return function(*arguments)
         if node.id in self._lost:
             raise ActorsLost(f"node {node} is not used any more")
-        result: _ResultT = self.wait(node, self.start(node, function, *arguments), timeout_s)
+        result: _ResultT
+        try:
+            result = self.wait(node, self.start(node, function, *arguments), timeout_s)
+        except ActorsLost as error:
+            if not self._is_of_agent(error) or not self._answers_again(node):
+                raise
+            result = self.wait(node, self.start(node, function, *arguments), timeout_s)
         return result
 
     def reach(self, node: Node) -> None:
@@ -246,18 +251,26 @@ class Connection:
             try:
                 self.wait(node, ref, 0.0)
             except ActorsLost as error:
-                if isinstance(error.__cause__, self.ray.exceptions.RayActorError) and self._answers_again(node):
+                if self._is_of_agent(error) and self._answers_again(node):
                     continue
                 self.set_aside(node, str(error))
                 return node
         return None
 
+    def _is_of_agent(self, error: ActorsLost) -> bool:
+        """Whether the agent of a node has ended, which may say nothing of the node."""
+        return isinstance(error.__cause__, self.ray.exceptions.RayActorError)
+
     def _answers_again(self, node: Node) -> bool:
-        """Return whether a node whose agent has ended starts another one. Until then calls of it fail at once."""
-        for _ in range(_NUM_STARTS):
-            with contextlib.suppress(ActorsLost):
-                self.run(node, os.getpid, timeout_s=_LOOK_S)
+        """Return whether Ray starts the agent of a node again. Until then its calls fail; on a dead node in another way."""
+        ends_at = time.monotonic() + _START_S
+        while time.monotonic() < ends_at:
+            try:
+                self.wait(node, self.start(node, os.getpid))
                 return True
+            except ActorsLost as error:
+                if not isinstance(error.__cause__, self.ray.exceptions.ActorUnavailableError):
+                    return False
             time.sleep(_LOOK_S)
         return False
 
@@ -372,7 +385,11 @@ def copy_file(source: Node | None, path: Path, node: Node | None, to: Path) -> N
     assert _connection is not None
     here = _connection.here()
     content = _connection.start(source or here, path.read_bytes)
-    _connection.wait(node or here, _connection.start(node or here, _write, to, values=[content]), _COPY_S)
+    ref, ends_at = _connection.start(node or here, _write, to, values=[content]), time.monotonic() + _COPY_S
+    while _connection.ray.wait([ref], timeout=_ANSWER_S)[1] and time.monotonic() < ends_at:
+        if (silent := _connection.find_silent([source or here, node or here])) is not None:
+            raise ActorsLost(f"node {silent} does not answer")
+    _connection.wait(node or here, ref, 0.0)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from strop import user_code
 from strop.cluster.connection import Connection, connected, ignore
 from strop.cluster.services import open_services
 from strop.engine.opening import open_engines
+from strop.engine.protocol import InferenceEngine
 from strop.errors import ActorsLost, CannotLearnError, EngineLost, RunError, TrainerLost
 from strop.pipeline.plan import check_nodes, check_stages, roles_of
 from strop.recipe.recipe import Recipe
@@ -26,6 +28,7 @@ from strop.reports.log import machine_hours, steps_of, utilisation
 from strop.reports.page import write_report
 from strop.reports.trackers import Progress, make_trackers
 from strop.rewards.base import RunService
+from strop.rollout.scheduler.batch import RESUME
 from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, read_lines, write_json, writing_to
 from strop.runs.lineage import Lineage, check_inputs, mark_stale, why_stale, write_lineage
 from strop.runs.manifest import locked
@@ -164,24 +167,34 @@ def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any]
 async def _run_placed(connection: Connection | None, context: StageContext, selected: Selected) -> None:
     """Run a stage, on the nodes of a cluster if there is one. After a loss it starts again from the last checkpoint.
 
-    A process of the trainer is such a loss, and so are all engines, unless they were never there: then they cannot start.
+    A process of the trainer is such a loss; on a cluster also all engines, and what is lost while the stage starts. Engines
+    that could not be opened yet are none: they may never start.
     """
-    num_in_vain = 0
+    losses = TrainerLost if connection is None else (TrainerLost, ActorsLost, EngineLost)
+    num_in_vain, has_engines = 0, False
+
+    async def open_engines(*arguments: Any, **options: Any) -> Sequence[InferenceEngine]:
+        nonlocal has_engines
+        engines = await context.open_engines(*arguments, **options)
+        has_engines = True
+        return engines
+
     while True:
         if connection is not None:
             await _place(connection, context)
         first = latest_step(context.directory)
         try:
-            await _run_stage(context, selected)
+            await _run_stage(replace(context, open_engines=open_engines), selected)
             return
-        except (TrainerLost, ActorsLost, EngineLost) as error:
+        except losses as error:
             now = latest_step(context.directory)
-            has_run = isinstance(error, TrainerLost) or now > first or num_in_vain > 0
             num_in_vain = 1 if now > first else num_in_vain + 1
-            if not has_run or num_in_vain > _MAX_IN_VAIN:
+            if num_in_vain > _MAX_IN_VAIN or not (has_engines or isinstance(error, TrainerLost)):
                 raise
             context.event("stage_restarted", reason=str(error), from_step=now)
-            context.warn(f"{error} {context.name} starts again from step {now}.")
+            context.warn(f"{str(error).removesuffix(RESUME).strip()} {context.name} starts again from step {now}.")
+        gc.collect()  # cycles of what has ended hold a model, for which there may be no second room
+        torch.cuda.empty_cache()
 
 
 async def _place(connection: Connection, context: StageContext) -> None:

@@ -292,7 +292,7 @@ def _losses(events: list[dict[str, Any]]) -> tuple[str, ...]:
         "node": counts["node_lost"],
         "engine": counts["engine_lost"],
         "code service": sum(process.startswith("code service") for process in of),
-        "trainer": of.count("the trainer"),
+        "trainer": max(of.count("the trainer"), counts["stage_restarted"]),  # without a cluster only the second is known
     }
     return tuple(counted(num, what) for what, num in found.items() if num)
 
