@@ -1,5 +1,5 @@
 import pytest
-from marked_rollouts import CALL, rollout
+from written_rollouts import CALL, rollout
 
 from strop.analysis.statistics import Figures, Part, Position, count
 
@@ -15,13 +15,17 @@ def entropies(figures, position):
     return [each.entropy_nats for each in figures.window(position)]
 
 
+def reflecting_offsets(trajectory):
+    return [kind.offset for kind in count([trajectory]).tokens if kind.is_reflection]
+
+
 def test_each_completion_stands_behind_what_its_turn_before_was_answered():
-    assert [turn.position for turn in THREE_TURNS] == [Position.START, Position.ERROR, Position.SUCCESS]
+    assert count([THREE_TURNS]).turns == {Position.START: 1, Position.ERROR: 1, Position.SUCCESS: 1}
 
 
 def test_one_wrong_call_among_right_ones_is_an_error_and_an_observation_without_a_call_is_neither():
     mixed = rollout(([("a", 0.0)], ["stdout", "malformed"]), ([("b", 0.0)], []), ([("c", 0.0)], []))
-    assert [turn.position for turn in mixed] == [Position.START, Position.ERROR, Position.OTHER]
+    assert count([mixed]).turns == {Position.START: 1, Position.ERROR: 1, Position.OTHER: 1}
 
 
 def test_entropy_of_calls_reasoning_and_answers_is_that_of_their_tokens():
@@ -51,13 +55,13 @@ def test_reflection_tokens_are_counted_by_position_and_with_their_words():
 
 def test_a_word_of_reflection_inside_a_call_is_not_one():
     in_call = rollout(([("<tool_call>", 0.0), ("check", 0.0), ("</tool_call>", 0.0), (" check", 0.0)], ["stdout"]))
-    assert [token.is_reflection for token in in_call[0].tokens] == [False, False, False, True]
+    assert reflecting_offsets(in_call) == [3]
 
 
 def test_a_word_that_several_tokens_spell_marks_them_all():
     spelled = rollout(([("I double", 0.0), ("-", 0.0), ("check", 0.0), (".", 0.0)], []))
-    assert [token.is_reflection for token in spelled[0].tokens] == [True, True, True, False]
-    assert spelled[0].words == ("double-check",)
+    assert reflecting_offsets(spelled) == [0, 1, 2]
+    assert count([spelled]).words == {(Position.START, "double-check"): 1}
 
 
 def test_offsets_are_means_over_the_completions_that_reach_them():
@@ -80,7 +84,7 @@ def test_forced_tokens_are_neither_counted_nor_ranked_nor_do_they_take_an_offset
     forced = rollout(([("<reason>", 5.0, "forced"), ("a", 0.1), ("b", 0.2), ("c", 0.3), ("d", 0.4), ("e", 0.5)], []))
     figures = count([forced])
     assert figures.all_tokens.num_tokens == 5
-    assert [token.is_high for token in forced[0].tokens] == [False] * 5 + [True]
+    assert [kind.offset for kind in figures.tokens if kind.is_high] == [4]
     assert entropies(figures, Position.START)[:2] == [0.1, 0.2]
 
 

@@ -1,4 +1,4 @@
-"""Reads the marked rollouts of one stage, counted step by step, also while the run continues."""
+"""Reads the rollouts of one stage, counted step by step, also while the run continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 from pydantic import TypeAdapter, ValidationError
 
-from strop.analysis.statistics import Figures, count, mark, with_entropies
+from strop.analysis.statistics import Figures, count, with_entropies
 from strop.errors import RunError, UserError
 from strop.reports.log import RunLog, StageLog, read_run
 from strop.reports.rollouts import find_tokenizer, token_texts
@@ -74,14 +74,14 @@ def read_analysis(run: RunDirectory, *, stage: str | None = None, steps: Sequenc
     num_without = 0
     for step in _steps(run, chosen.name, steps):
         trained = _trained_entropies(run, chosen.name, step)
-        marked = []
+        counted = []
         for scored in _played(run, chosen.name, step):
             whole = with_entropies(scored.trajectory, trained.get(scored.trajectory.key, ()))
             if whole is None:
                 num_without += 1
             else:
-                marked.append(mark(whole, [texts(turn.completion.ids) for turn in whole.turns]))
-        figures[step] = count(marked)
+                counted.append((whole, [texts(turn.completion.ids) for turn in whole.turns]))
+        figures[step] = count(counted)
     if not sum(each.num_rollouts for each in figures.values()):
         raise RunError(_nothing_to_count(run, chosen.name, num_without))
     return Analysis(run=log.name, stage=chosen.name, steps=figures, num_without_entropies=num_without)

@@ -1,9 +1,9 @@
-"""Marks the tokens of trajectories, and counts them: figures are sums and counts, of which means are taken last.
+"""Counts the tokens of trajectories: figures are sums and counts, of which means are taken last.
 
-A token has a part, an entropy in nats, marks, and what came before its turn. Both formats of calls are recognized: JSON in
-`<tool_call>` tags (rStar2-Agent, arXiv 2508.20722), and a tag with the tool's name (ARPO, arXiv 2507.19849). A part begins with
-its opening tag and ends with its closing one. Only sampled tokens count, each once: those that a branch shares with its parent
-count with the parent.
+A token has a part, an entropy in nats, a rank by it, and what came before its turn. Both formats of calls are recognized: JSON
+in `<tool_call>` tags (rStar2-Agent, arXiv 2508.20722), and a tag with the tool's name (ARPO, arXiv 2507.19849). A part begins
+with its opening tag and ends with its closing one. Only sampled tokens count, each once: those that a branch shares with its
+parent count with the parent.
 
 The live curves of forking and reflection tokens (rStar2-Agent, section 5.4) come from the same figures. The embedded engine
 reports the entropy of every token that it samples. For servers, which report none, the trainer scores them before the first
@@ -22,6 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 from strop.algorithms.method import Column, Selection
+from strop.answer_text import closes_at
 from strop.evaluation.metrics import REFLECTION
 from strop.reports.rollouts import token_texts
 from strop.rollout.chat_template import ChatFormat
@@ -102,12 +103,7 @@ def answer_spans(text: str) -> list[Span]:
     start = text.rfind(_BOX)
     if tagged or start < 0:
         return tagged
-    depth = 0
-    for place in range(start + len(_BOX) - 1, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return [(start, place + 1)]
-    return [(start, len(text))]
+    return [(start, min(closes_at(text, start + len(_BOX) - 1), len(text)))]
 
 
 TOP_SHARE = 0.2
@@ -133,37 +129,6 @@ class Position(StrEnum):
     OTHER = "after_other"  # an observation without any call, of an environment of one's own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One token of a completion."""
-
-    text: str
-    entropy: float  # nats, of the distribution that it was sampled from
-    part: Part
-    is_sampled: bool  # False: forced on the policy; nothing of it is counted
-    is_high: bool  # among the sampled tokens of its rollout with the highest entropy
-    is_reflection: bool  # in a reflection word, in reasoning
-
-    @property
-    def is_forking(self) -> bool:
-        """Whether it is a reasoning token of high entropy, where other continuations were likely."""
-        return self.is_high and self.part is Part.REASONING
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkedTurn:
-    """One completion. `is_own` is False if a branch shares it with its parent, for which it is counted."""
-
-    position: Position
-    tokens: tuple[Token, ...]
-    words: tuple[str, ...]  # reflection words in reasoning, in lower case
-    is_own: bool
-
-    @property
-    def sampled(self) -> list[Token]:
-        return [token for token in self.tokens if token.is_sampled]
-
-
 def has_entropies(trajectory: Trajectory) -> bool:
     """Return whether `trajectory` has an entropy for every token; those of server engines have none."""
     return all(len(turn.completion.entropies) == len(turn.completion.ids) for turn in trajectory.turns)
@@ -183,67 +148,6 @@ def with_entropies(trajectory: Trajectory, entropies: Sequence[float]) -> Trajec
         of_turn = tuple(0.0 if is_forced else next(rest) for is_forced in turn.completion.is_forced)
         turns.append(replace(turn, completion=replace(turn.completion, entropies=of_turn)))
     return replace(trajectory, turns=tuple(turns))
-
-
-def mark(trajectory: Trajectory, texts: Sequence[Sequence[str]]) -> tuple[MarkedTurn, ...]:
-    """Return `trajectory`, which has entropies, with its tokens marked; `texts` holds the texts of each turn's ids.
-
-    High entropy is a rank among all tokens that were sampled on the way from the prompt to the end, so also among those that a
-    branch shares with its parent.
-    """
-    ranked = [
-        (turn, place)
-        for turn, each in enumerate(trajectory.turns)
-        for place, is_forced in enumerate(each.completion.is_forced)
-        if not is_forced
-    ]
-    entropies = [trajectory.turns[turn].completion.entropies[place] for turn, place in ranked]
-    high = {ranked[number] for number in top_entropy(entropies)}
-    turns, num_tokens, before = [], 0, None
-    for index, turn in enumerate(trajectory.turns):
-        own = num_tokens >= trajectory.forked_at
-        high_here = {place for at, place in high if at == index}
-        turns.append(_turn(turn, texts[index], high_here, position=_position(before), is_own=own))
-        num_tokens += len(turn.completion.ids) + len(turn.observation_ids)
-        before = turn
-    return tuple(turns)
-
-
-def _turn(turn: Turn, texts: Sequence[str], high: set[int], *, position: Position, is_own: bool) -> MarkedTurn:
-    completion = turn.completion
-    parts = token_parts(texts, called={call.name for call in turn.calls} if turn.calls else ())
-    text = "".join(texts)
-    # A word counts where every token of it is reasoning: one that begins in a call is the call's.
-    token_ends = accumulate(map(len, texts))
-    others = [
-        (end - len(each), end) for each, end, part in zip(texts, token_ends, parts, strict=True) if part is not Part.REASONING
-    ]
-    spans = [span for match in REFLECTION.finditer(text) if not _touches(span := match.span(), others)]
-    reflects = inside(texts, spans)
-    return MarkedTurn(
-        position=position,
-        tokens=tuple(
-            Token(
-                text=texts[place],
-                entropy=completion.entropies[place],
-                part=parts[place],
-                is_sampled=not completion.is_forced[place],
-                is_high=place in high,
-                is_reflection=reflects[place],
-            )
-            for place in range(len(completion.ids))
-        ),
-        words=tuple(text[start:end].lower() for start, end in spans),
-        is_own=is_own,
-    )
-
-
-def _position(before: Turn | None) -> Position:
-    if before is None:
-        return Position.START
-    if not before.calls:
-        return Position.OTHER
-    return Position.ERROR if any(call.outcome.is_error for call in before.calls) else Position.SUCCESS
 
 
 LAST_OFFSET = 50
@@ -361,22 +265,55 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def count(rollouts: Iterable[Sequence[MarkedTurn]]) -> Figures:
-    """The figures of some rollouts."""
+def count(rollouts: Iterable[tuple[Trajectory, Sequence[Sequence[str]]]]) -> Figures:
+    """The figures of some rollouts, which have entropies. With each come the texts of each turn's ids.
+
+    High entropy is a rank among all tokens that were sampled on the way from the prompt to the end, so also among those that a
+    branch shares with its parent.
+    """
     found = list(rollouts)
     figures = Figures(len(found))
-    for turn in (turn for rollout in found for turn in rollout if turn.is_own):
-        figures.turns[turn.position] += 1
-        figures.words.update((turn.position, word) for word in turn.words)
-        for place, token in enumerate(turn.sampled):
-            offset = place if place <= LAST_OFFSET else None
-            text = token.text if token.is_forking else ""
-            kind = Kind(turn.position, token.part, token.is_high, token.is_reflection, offset, text)
-            figures.add(kind, 1, token.entropy)
+    for trajectory, texts in found:
+        turns = [[place for place, forced in enumerate(turn.completion.is_forced) if not forced] for turn in trajectory.turns]
+        pairs = list(zip(trajectory.turns, turns, strict=True))
+        high = top_entropy([turn.completion.entropies[place] for turn, sampled in pairs for place in sampled])
+        num_tokens, num_sampled, position = 0, 0, Position.START
+        for (turn, sampled), of_turn in zip(pairs, texts, strict=True):
+            if num_tokens >= trajectory.forked_at:
+                ranked = {place for number, place in enumerate(sampled, start=num_sampled) if number in high}
+                _count_turn(figures, turn, of_turn, sampled=sampled, high=ranked, position=position)
+            num_tokens += len(turn.completion.ids) + len(turn.observation_ids)
+            num_sampled += len(sampled)
+            position = _position_after(turn)
     return figures
 
 
-_NUM_MARKED = 64  # rollouts of a step that the curves are computed from: of 8192 tokens each, they take 4 s
+def _count_turn(
+    figures: Figures, turn: Turn, texts: Sequence[str], *, sampled: Sequence[int], high: Collection[int], position: Position
+) -> None:
+    """Add one completion. Places of tokens: those that were `sampled`, and of them those of high entropy."""
+    text, parts = "".join(texts), token_parts(texts, called={call.name for call in turn.calls})
+    # A word counts where every token of it is reasoning: one that begins in a call is the call's.
+    token_ends = accumulate(map(len, texts))
+    others = [
+        (end - len(each), end) for each, end, part in zip(texts, token_ends, parts, strict=True) if part is not Part.REASONING
+    ]
+    spans = [span for match in REFLECTION.finditer(text) if not _touches(span := match.span(), others)]
+    reflects = inside(texts, spans)
+    figures.turns[position] += 1
+    figures.words.update((position, text[start:end].lower()) for start, end in spans)
+    for number, place in enumerate(sampled):
+        kind = Kind(position, parts[place], place in high, reflects[place], number if number <= LAST_OFFSET else None)
+        figures.add(kind._replace(text=texts[place]) if kind.is_forking else kind, 1, turn.completion.entropies[place])
+
+
+def _position_after(turn: Turn) -> Position:
+    if not turn.calls:
+        return Position.OTHER
+    return Position.ERROR if any(call.outcome.is_error for call in turn.calls) else Position.SUCCESS
+
+
+_NUM_COUNTED = 64  # rollouts of a step that the curves are computed from: of 8192 tokens each, they take 4 s
 
 Entropies = Mapping[RolloutKey, Sequence[float]]
 
@@ -409,7 +346,7 @@ def entropy_curves(selections: Sequence[Selection], entropies: Entropies, chat: 
             trajectories += [] if whole is None else [whole]
     texts_of = chat.tokenizer.backend_tokenizer
     figures = count(
-        mark(each, [token_texts(texts_of, turn.completion.ids) for turn in each.turns]) for each in trajectories[:_NUM_MARKED]
+        (each, [token_texts(texts_of, turn.completion.ids) for turn in each.turns]) for each in trajectories[:_NUM_COUNTED]
     )
     reasoning = figures.part(Part.REASONING)
     curves = {

@@ -1,6 +1,5 @@
 """Trajectories written by hand: each token is a text, an entropy, and maybe a mark that it was forced."""
 
-from strop.analysis.statistics import mark
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, ToolCall, ToolOutcome, Trajectory, Turn
 
 
@@ -23,7 +22,7 @@ def turn(tokens, *outcomes, observed=1):
 
 
 def rollout(*turns, branch=0, forked_at=0):
-    """Of pairs (tokens, outcomes)."""
+    """A trajectory of pairs (tokens, outcomes), and the texts of its tokens."""
     made = tuple(turn(tokens, *outcomes) for tokens, outcomes in turns)
     key = RolloutKey(task_index=0, attempt=0, branch=branch)
     parent = RolloutKey(task_index=0, attempt=0) if branch else None
@@ -36,7 +35,7 @@ def rollout(*turns, branch=0, forked_at=0):
         parent=parent,
         forked_at=forked_at,
     )
-    return mark(trajectory, [[token[0] for token in tokens] for tokens, _ in turns])
+    return trajectory, [[token[0] for token in tokens] for tokens, _ in turns]
 
 
 CALL = [("<tool_call>", 0.0), ("{}", 0.4), ("</tool_call>", 0.2)]
