@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from strop.errors import TaskError, did_you_mean
 from strop.run_directory import parse_json
-from strop.tasks.conversations import Conversation, Message, Role, call_text, calls_of, conversation_of, tools_text
+from strop.tasks.conversations import Conversation, call_text, calls_of, conversation_of, tools_text
 from strop.tasks.readers import Row, Unreadable, as_text, find
 from strop.tools.python import SIGNATURE, TOOL_NAME
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""A message in the standard chat format."""
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _KEY = re.compile(r"\s*([A-Za-z_$][\w.$\[\]-]*)\s*=\s*")
@@ -122,7 +127,7 @@ def _split(text: str) -> list[str]:
 
 PYTHON_TOOL: Mapping[str, Any] = {"name": TOOL_NAME, **{key: SIGNATURE[key] for key in ("description", "parameters")}}
 
-_GLAIVE: Mapping[str, Role] = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+_GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_CALL = re.compile(r"<functioncall>(.*)", re.DOTALL)
 _GLAIVE_ARGUMENTS = re.compile(r"(\"arguments\"\s*:\s*)'(.*)'(\s*\}\s*)$", re.DOTALL)
@@ -131,84 +136,69 @@ _PYTHON = ("python", "python3", "py")
 _TAG_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 _TAG = re.compile(r"</?(?:search|python)>")
 _TAG_CALL = re.compile(r"<(?P<name>search|python)>(?P<content>(?:(?!<(?:search|python)>).)*)</(?P=name)>$", re.DOTALL)
-_SHAREGPT: Mapping[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converter:
-    """One data set: its place, the source of its schema, and how a row becomes messages (or raises `Unreadable`)."""
+    """One data set: its place, the source of its schema, and the function here that reads the messages of a row.
+
+    The function returns them in the standard chat format (role, content, tool_calls), and raises `Unreadable` for a row that
+    has none.
+    """
 
     hub: str
     source: str
-    messages: Callable[[Row], list[Message]]
+    read: str
     subset: str | None = None
     split: str = "train"
 
     def __call__(self, row: Row, *, id: str, source: str) -> Conversation:
-        conversation = Conversation(id=id, source=source, messages=tuple(self.messages(row)))
-        conversation.check()
-        return conversation
+        return conversation_of({"messages": globals()[self.read](row)}, id=id, source=source)
 
 
-def _toolace(row: Row) -> list[Message]:
+def bracket_calls(row: Row) -> list[ChatMessage]:
     """Calls have the form `[Name(a="x", n=1), Other()]`; the system message holds the functions as a JSON list."""
     tools = _list_within(as_text(find(row, "system"), "system"))
     names = _names(tools)
-    said = [] if not tools else [Message(role="system", content=tools_text(map(_as_object, tools)))]
-    roles: Mapping[str, Role] = {**_SHAREGPT, "tool": "tool"}
-    for sender, value in _turns(row):
-        if sender not in roles:
-            raise Unreadable(f"a turn is from {sender!r}, which is none of user, assistant, tool")
-        if roles[sender] == "assistant" and value.lstrip().startswith("["):
-            value = "\n".join(call_text(*call) for call in parse_bracket_calls(value, names))
-        elif roles[sender] == "assistant" and holds_bracket_call(value, names):
+    said = _system(tools_text(map(_as_object, tools)))
+    for role, value in _turns(row, {**_SHAREGPT, "tool": "tool"}):
+        if role == "assistant" and value.lstrip().startswith("["):
+            said.append(_calling(parse_bracket_calls(value, names)))
+        elif role == "assistant" and holds_bracket_call(value, names):
             raise Unreadable(f"a call is inside other text: {value[:80]!r}")
-        said.append(Message(role=roles[sender], content=value))
+        else:
+            said.append({"role": role, "content": value})
     return said
 
 
-def _sharegpt_calls(row: Row) -> list[Message]:
+def sharegpt(row: Row) -> list[ChatMessage]:
     """Turns from human, gpt, function_call and observation; `tools` is a JSON list, or its text."""
-    system = str(row.get("system") or "").strip()
     tools = _tools(row.get("tools"))
-    names = _names(tools)
-    text = "\n\n".join(filter(None, (system, tools_text(tools))))
-    said = [Message(role="system", content=text)] if text else []
-    roles: Mapping[str, Role] = {**_SHAREGPT, "function_call": "assistant", "observation": "tool"}
-    for sender, value in _turns(row):
-        if sender not in roles:
-            raise Unreadable(f"a turn is from {sender!r}, which is none of human, gpt, function_call, observation")
-        content = _json_calls(value, names) if sender == "function_call" else value
-        said.append(Message(role=roles[sender], content=content))
+    said = _system("\n\n".join(filter(None, (str(row.get("system") or "").strip(), tools_text(tools)))))
+    for role, value in _turns(row, {**_SHAREGPT, "function_call": "call", "observation": "tool"}):
+        said.append(_calling(_json_calls(value, _names(tools))) if role == "call" else {"role": role, "content": value})
     return said
 
 
-def _glaive(row: Row) -> list[Message]:
+def glaive(row: Row) -> list[ChatMessage]:
     """`system` lists functions as JSON objects, `chat` is one text with USER:, ASSISTANT: and FUNCTION RESPONSE:."""
     system = as_text(find(row, "system"), "system").removeprefix("SYSTEM:").strip()
     tools = _objects_within(system)
-    names = _names(tools)
-    said = [Message(role="system", content=tools_text(tools) if tools else system)]
+    said: list[ChatMessage] = [{"role": "system", "content": tools_text(tools) if tools else system}]
     pieces = _GLAIVE_TURN.split(as_text(find(row, "chat"), "chat"))
     for speaker, text in zip(pieces[1::2], pieces[2::2], strict=True):
         text = text.replace("<|endoftext|>", "").strip()
         if speaker == "ASSISTANT" and (call := _GLAIVE_CALL.search(text)):
-            before, calls = text[: call.start()].strip(), _glaive_call(call[1], names)
-            text = f"{before}\n{calls}" if before else calls
-        said.append(Message(role=_GLAIVE[speaker], content=text))
+            # The arguments are JSON within single quotes, which JSON itself does not know.
+            plain = _GLAIVE_ARGUMENTS.sub(lambda found: found[1] + found[2].replace("\\'", "'") + found[3], call[1])
+            said.append(_calling(_json_calls(plain, _names(tools)), after=text[: call.start()].strip()))
+        else:
+            said.append({"role": _GLAIVE_ROLES[speaker], "content": text})
     return said
 
 
-def _glaive_call(text: str, names: Collection[str]) -> str:
-    """The arguments are JSON within single quotes, which JSON itself does not know."""
-    quoted = _GLAIVE_ARGUMENTS.search(text)
-    if quoted is None:
-        return _json_calls(text, names)
-    arguments = quoted[2].replace("\\'", "'")
-    return _json_calls(f"{text[: quoted.start()]}{quoted[1]}{arguments}{quoted[3]}", names)
-
-
-def _magicoder(row: Row) -> list[Message]:
+def magicoder(row: Row) -> list[ChatMessage]:
     """A problem and a solution with one block of code, which becomes the code of a call. Only Python, which the tool can run.
 
     Rows with several blocks are refused, because any may be the solution, and programs that read an input that the row lacks.
@@ -219,15 +209,11 @@ def _magicoder(row: Row) -> list[Message]:
     if language != "python":
         raise Unreadable(f"its solution is in {language}, which the Python tool cannot run")
     block = _only_python(answer)
-    code, thought = block[2].strip(), answer[: block.start()].strip()
+    code = block[2].strip()
     if _reads_input(ast.parse(code)):
         raise Unreadable("its solution reads a standard input that the row does not have")
-    call = call_text(str(PYTHON_TOOL["name"]), {"code": code, "input": ""})
-    return [
-        Message(role="system", content=tools_text([PYTHON_TOOL])),
-        Message(role="user", content=question),
-        Message(role="assistant", content=f"{thought}\n{call}" if thought else call),
-    ]
+    call = _calling([(TOOL_NAME, {"code": code, "input": ""})], after=answer[: block.start()].strip())
+    return [*_system(tools_text([PYTHON_TOOL])), {"role": "user", "content": question}, call]
 
 
 def _only_python(text: str) -> re.Match[str]:
@@ -259,12 +245,12 @@ def _reads_input(tree: ast.AST) -> bool:
     return False
 
 
-def _messages(row: Row) -> list[Message]:
+def chat(row: Row) -> Any:
     """A list of messages with role and content, as chat templates take it."""
-    return list(conversation_of(row, id="", source="").messages)
+    return row.get("messages")
 
 
-def _nemotron(row: Row) -> list[Message]:
+def nemotron(row: Row) -> list[ChatMessage]:
     """`input` is the conversation, as messages or one text, and `output` the answer to it."""
     if row.get("reasoning") == "on":
         raise Unreadable("its answer reasons in <think> tags, which the cold start without reasoning does not teach")
@@ -273,28 +259,21 @@ def _nemotron(row: Row) -> list[Message]:
     opens_with_system = bool(before) and isinstance(before[0], Mapping) and before[0].get("role") == "system"
     if system and not opens_with_system:
         before = [{"role": "system", "content": system}, *before]
-    answer = {"role": "assistant", "content": as_text(find(row, "output"), "output").strip()}
-    return _messages({"messages": [*before, answer]})
+    return [*before, {"role": "assistant", "content": as_text(find(row, "output"), "output").strip()}]
 
 
-def _tool_star(row: Row) -> list[Message]:
+def tool_star(row: Row) -> list[ChatMessage]:
     """`output` is one text with calls in tags, each followed by its result in <result> tags.
 
     `instruction` is the system message where `input` holds the question, as in the prompts of the same authors' RL data.
     """
     instruction, question = str(row.get("instruction") or "").strip(), str(row.get("input") or "").strip()
-    asked = [Message(role="system", content=instruction)] if instruction and question else []
-    asked.append(Message(role="user", content=question or instruction))
-    pieces = _TAG_RESULT.split(as_text(find(row, "output"), "output").strip())
-    said = []
-    for place, piece in enumerate(pieces):
-        if place % 2:
-            said.append(Message(role="tool", content=piece.strip()))
-        elif place < len(pieces) - 1:
-            said.append(Message(role="assistant", content=_tag_call(piece)))
-        elif piece.strip():
-            said.append(Message(role="assistant", content=_without_calls(piece.strip())))
-    return [*asked, *said]
+    said = _system(instruction if question else "")
+    said.append({"role": "user", "content": question or instruction})
+    *played, last = _TAG_RESULT.split(as_text(find(row, "output"), "output").strip())
+    for call, result in zip(played[::2], played[1::2], strict=True):
+        said += [{"role": "assistant", "content": _tag_call(call)}, {"role": "tool", "content": result.strip()}]
+    return said + ([{"role": "assistant", "content": _without_calls(last.strip())}] if last.strip() else [])
 
 
 def _tag_call(text: str) -> str:
@@ -314,50 +293,8 @@ def _without_calls(text: str) -> str:
     return text
 
 
-CONVERTERS: Mapping[str, Converter] = {
-    "toolace": Converter(
-        hub="Team-ACE/ToolACE",
-        messages=_toolace,
-        source="Liu et al., 2024 (ToolACE, arXiv:2409.00920); columns system, conversations of from and value",
-    ),
-    "apigen-mt": Converter(
-        hub="Salesforce/APIGen-MT-5k",
-        messages=_sharegpt_calls,
-        source="Prabhakar et al., 2025 (APIGen-MT, arXiv:2504.03601); columns conversations, tools, system",
-    ),
-    "glaive": Converter(
-        hub="glaiveai/glaive-function-calling-v2",
-        messages=_glaive,
-        source="data card of glaiveai/glaive-function-calling-v2: system, chat",
-    ),
-    "glaive-sharegpt": Converter(
-        hub="",
-        messages=_sharegpt_calls,
-        source="Glaive v2 in ShareGPT's form, as LLaMA-Factory's demonstration file has it: conversations, tools",
-    ),
-    "magicoder": Converter(
-        hub="ise-uiuc/Magicoder-OSS-Instruct-75K",
-        messages=_magicoder,
-        source="Wei et al., 2023 (Magicoder, arXiv:2312.02120); lang, problem, solution, or Evol's instruction, response",
-    ),
-    "tulu3-if": Converter(
-        hub="allenai/tulu-3-sft-personas-instruction-following",
-        messages=_messages,
-        source="Lambert et al., 2024 (Tulu 3, arXiv:2411.15124); columns id, prompt, messages, constraints",
-    ),
-    "llama-nemotron-chat": Converter(
-        hub="nvidia/Llama-Nemotron-Post-Training-Dataset",
-        subset="SFT",
-        split="chat",
-        messages=_nemotron,
-        source="Bercovich et al., 2025 (Llama-Nemotron, arXiv:2505.00949); input, output, reasoning, system_prompt, ...",
-    ),
-    "tool-star": Converter(
-        hub="dongguanting/Tool-Star-SFT-54K",
-        messages=_tool_star,
-        source="Dong et al., 2025 (Tool-Star, arXiv:2505.16410); columns instruction, input, output",
-    ),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("converters.toml").read_text(encoding="utf-8"))
+CONVERTERS: Mapping[str, Converter] = {name: Converter(**table) for name, table in _TABLES.items()}
 """By the name that `strop data convert` takes."""
 
 
@@ -369,17 +306,18 @@ def converter_of(name: str) -> Converter:
     return CONVERTERS[name]
 
 
-def _turns(row: Row) -> list[tuple[str, str]]:
+def _turns(row: Row, roles: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The role and the text of each turn; `roles` by sender."""
     turns = find(row, "conversations")
     if not isinstance(turns, list) or not turns:
         raise Unreadable("its 'conversations' is no list of turns")
-    found = []
     for turn in turns:
         sender, value = (turn.get("from"), turn.get("value")) if isinstance(turn, Mapping) else (None, None)
         if not isinstance(sender, str) or not isinstance(value, str):
             raise Unreadable(f"a turn must have from and value, both texts, not {str(turn)[:80]}")
-        found.append((sender, value.strip()))
-    return found
+        if sender not in roles:
+            raise Unreadable(f"a turn is from {sender!r}, which is none of {', '.join(roles)}")
+        yield roles[sender], value.strip()
 
 
 def _tools(value: Any) -> list[Mapping[str, Any]]:
@@ -400,7 +338,16 @@ def _names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     return [str(tool.get("name")) for tool in tools]
 
 
-def _json_calls(text: str, names: Collection[str]) -> str:
+def _system(text: str) -> list[ChatMessage]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _calling(calls: Iterable[tuple[str, Mapping[str, Any]]], *, after: str = "") -> ChatMessage:
+    called = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return {"role": "assistant", "content": after, "tool_calls": called}
+
+
+def _json_calls(text: str, names: Collection[str]) -> list[tuple[str, Mapping[str, Any]]]:
     """One call, or a list of calls, as JSON; arguments that are JSON in a text are taken out of it.
 
     Args:
@@ -413,7 +360,7 @@ def _json_calls(text: str, names: Collection[str]) -> str:
     for name, _ in calls:
         if name not in names:
             raise not_offered(name)
-    return "\n".join(call_text(*call) for call in calls)
+    return calls
 
 
 def _objects_within(text: str) -> list[Mapping[str, Any]]:
