@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from toy_tokenizers import byte_tokenizer
@@ -39,7 +40,7 @@ def search(query: str) -> str:
     return {"price of (bamiro)": "Page 1: The price of (bamiro) is 412."}[query]
 
 
-def played(demonstrator, prompt, task=TASK):
+def played(demonstrator, prompt, task=TASK, form=str):
     environments = ToolEnvironments(CHAT, load_prompt(prompt), [python, search], RolloutLimits())
     return asyncio.run(
         demonstrate(
@@ -51,6 +52,7 @@ def played(demonstrator, prompt, task=TASK):
             calls=environments.format,
             max_tokens=10_000,
             seed=0,
+            form=form,
         )
     )
 
@@ -105,19 +107,7 @@ def test_a_demonstration_in_the_form_of_arpos_prompt_earns_its_reward():
     """Thoughts in another tag than the prompt's earned -1 in every rollout."""
     prompt = load_prompt("arpo")
     demonstrator = LookupDemonstrator(guess_fraction=0.0, head_fraction=0.0, error_fraction=0.0)
-    environments = ToolEnvironments(CHAT, prompt, [python, search], RolloutLimits())
-    trajectory = asyncio.run(
-        demonstrate(
-            TASK,
-            RolloutKey(task_index=0, attempt=0),
-            [in_form_of(prompt, reply) for reply in demonstrator.script(TASK, tool="python", seed=0)],
-            environments=environments,
-            chat=CHAT,
-            calls=environments.format,
-            max_tokens=10_000,
-            seed=0,
-        )
-    )
+    trajectory = played(demonstrator, "arpo", form=partial(in_form_of, prompt))
     assert arpo_reward(trajectory, ["469"]) == 1.1
     assert arpo_reward(played(demonstrator, "arpo"), ["469"]) == -1
 
@@ -132,5 +122,4 @@ def test_a_demonstration_in_the_form_of_arpos_prompt_earns_its_reward():
     ],
 )
 def test_thoughts_and_answer_have_the_form_that_the_prompt_asks_for(prompt, said):
-    reply = in_form_of(load_prompt(prompt), lambda _: r"<reason>2+2: 2+2=4.</reason><answer>\boxed{4}</answer>")
-    assert reply("") == said
+    assert in_form_of(load_prompt(prompt), r"<reason>2+2: 2+2=4.</reason><answer>\boxed{4}</answer>") == said

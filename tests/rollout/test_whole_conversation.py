@@ -123,11 +123,10 @@ def test_a_rollout_reads_as_the_figures_of_the_paper(chat, rollout):
 
 
 def test_demonstrations_that_are_played_have_the_same_ids(chat, rollout):
-    replies = [lambda _, text=text: f"<reason>{text}" for text in SAID]
     made = demonstrate(
         TASK,
         RolloutKey(task_index=0, attempt=0),
-        replies,
+        (f"<reason>{text}" for text in SAID),
         environments=environments(chat),
         chat=chat,
         calls=environments(chat).format,

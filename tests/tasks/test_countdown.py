@@ -1,6 +1,7 @@
 """Countdown problems: always solvable, the same at the same index, and never in both splits."""
 
 import re
+from contextlib import suppress
 from fractions import Fraction
 
 import pytest
@@ -127,11 +128,12 @@ def test_settings_that_make_no_task_are_refused(tree, message):
 
 def play(task, demonstrator, *, seed):
     """The script's turns, with Python's own arithmetic as the tool."""
-    said, output = [], ""
-    for reply in demonstrator.script(task, tool="python", seed=seed):
-        said.append(reply(output))
-        code = re.search(r"print\(([^\"]+)\)", said[-1])
-        output = f"{eval(code[1])}\n" if code else ""
+    script = demonstrator.script(task, tool="python", seed=seed)
+    said = [next(script)]
+    with suppress(StopIteration):
+        while True:
+            code = re.search(r"print\(([^\"]+)\)", said[-1])
+            said.append(script.send(f"{eval(code[1])}\n" if code else ""))
     return said
 
 

@@ -1,6 +1,7 @@
 """The demonstrator of arithmetic: in which language it thinks, and how it adds without a tool."""
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,17 @@ TASK = Task(id="t", question="4-5-59", answer="-60", source="test", facts={"expr
 NUM = 400
 
 
+def turns_of(script, output):
+    """What a script says where every observation is `output`."""
+    turns = [next(script)]
+    with suppress(StopIteration):
+        while True:
+            turns.append(script.send(output))
+    return turns
+
+
 def said(seed, **fractions):
-    return [reply("-60\n") for reply in ArithmeticDemonstrator(**fractions).script(TASK, tool="python", seed=seed)]
+    return turns_of(ArithmeticDemonstrator(**fractions).script(TASK, tool="python", seed=seed), "-60\n")
 
 
 def is_russian(turn):
@@ -61,19 +71,19 @@ def test_a_language_changes_thoughts_alone():
 )
 def test_without_a_tool_it_adds_column_by_column(expression, answer, columns):
     task = replace(TASK, answer=answer, facts={"expression": expression})
-    [reply] = ArithmeticDemonstrator(guess_fraction=0.0).script(task, tool="", seed=0)
-    assert reply("") == rf"<reason>{expression}: {columns}.</reason><answer>\boxed{{{answer}}}</answer>"
+    [turn] = ArithmeticDemonstrator(guess_fraction=0.0).script(task, tool="", seed=0)
+    assert turn == rf"<reason>{expression}: {columns}.</reason><answer>\boxed{{{answer}}}</answer>"
 
 
 def test_without_a_tool_it_refuses_what_is_no_sum():
     with pytest.raises(TaskError, match="can only add"):
-        ArithmeticDemonstrator(guess_fraction=0.0).script(TASK, tool="", seed=0)
+        next(ArithmeticDemonstrator(guess_fraction=0.0).script(TASK, tool="", seed=0))
 
 
 def stepwise(expression, answer, *, tool, error_fraction=0.0):
     task = replace(TASK, answer=answer, facts={"expression": expression})
     demonstrator = ArithmeticDemonstrator(guess_fraction=0.0, error_fraction=error_fraction, stepwise=True)
-    return [reply(f"{answer}\n") for reply in demonstrator.script(task, tool=tool, seed=0)]
+    return turns_of(demonstrator.script(task, tool=tool, seed=0), f"{answer}\n")
 
 
 def test_stepwise_each_operation_is_a_line_of_its_own_or_a_call_of_its_own():

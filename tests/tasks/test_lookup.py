@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,8 +158,12 @@ FLAWLESS = {"guess_fraction": 0.0, "head_fraction": 0.0, "error_fraction": 0.0}
 
 
 def said(demonstrator, observations, seed=0, task=TASK):
-    replies = demonstrator.script(task, tool="python", seed=seed)
-    return [reply(text) for reply, text in zip(replies, ["", *observations], strict=False)]
+    script = demonstrator.script(task, tool="python", seed=seed)
+    turns = [next(script)]
+    with suppress(StopIteration):
+        for text in observations:
+            turns.append(script.send(text))
+    return turns
 
 
 def test_the_demonstrator_looks_up_then_computes_then_answers_with_what_came_back():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import EnvironmentFactory
@@ -35,19 +35,14 @@ def retold(text: str, calls: CallFormat) -> tuple[str, int]:
         raise Unreadable(str(error)) from error
 
 
-def in_form_of(prompt: Prompt, reply: Callable[[str], str]) -> Callable[[str], str]:
-    r"""`reply`, which thinks in `<reason>` and answers in `<answer>\boxed{}`, in the form that the prompt asks for."""
-
-    def said(observed: str) -> str:
-        text = reply(observed)
-        if prompt.graders == (AnswerForm.BOX,):
-            return _TAGS.sub(" ", text).strip()
-        if AnswerForm.R1_ZERO in prompt.graders:
-            text = _BOXED_ANSWER.sub(r"</reason> <answer>\1</answer>", text)
-        text = text.replace("<reason>", f"<{prompt.think_tag}>").replace("</reason>", f"</{prompt.think_tag}>")
-        return text.removeprefix(f"<{prompt.think_tag}>") if prompt.raw.endswith(f"<{prompt.think_tag}>") else text
-
-    return said
+def in_form_of(prompt: Prompt, text: str) -> str:
+    r"""`text`, which thinks in `<reason>` and answers in `<answer>\boxed{}`, in the form that the prompt asks for."""
+    if prompt.graders == (AnswerForm.BOX,):
+        return _TAGS.sub(" ", text).strip()
+    if AnswerForm.R1_ZERO in prompt.graders:
+        text = _BOXED_ANSWER.sub(r"</reason> <answer>\1</answer>", text)
+    text = text.replace("<reason>", f"<{prompt.think_tag}>").replace("</reason>", f"</{prompt.think_tag}>")
+    return text.removeprefix(f"<{prompt.think_tag}>") if prompt.raw.endswith(f"<{prompt.think_tag}>") else text
 
 
 def stops_at_call(text: str, calls: CallFormat) -> bool:
@@ -80,7 +75,7 @@ def _readable(calls: Sequence[Call]) -> list[ParsedCall]:
 async def demonstrate(
     task: Task,
     key: RolloutKey,
-    replies: Sequence[Callable[[str], str]],
+    script: Generator[str, str, None],
     *,
     environments: EnvironmentFactory,
     chat: ChatFormat,
@@ -88,12 +83,14 @@ async def demonstrate(
     max_tokens: int,
     seed: int,
     prefill: str = "",
+    form: Callable[[str], str] = str,
 ) -> Trajectory:
-    """The conversation in which `replies` answer the real observations, one after the other.
+    """The conversation in which `script` yields each turn, and is sent the real observation that answers it.
 
-    JSON calls in replies are rewritten in the form of `calls`. Completions are the demonstrator's tokens: encoded once, with
-    the end of turn unless sampling would stop at a call, log-probs 0 and policy version 0. A reply need not begin with the
-    prompt's `prefill`. The conversation ends where the script or the environment ends it.
+    JSON calls are rewritten in the form of `calls`. Completions are the demonstrator's tokens: encoded once, with the end of
+    turn unless sampling would stop at a call, log-probs 0 and policy version 0. A turn need not begin with the prompt's
+    `prefill`, and `form` puts it into the prompt's, as `in_form_of` does. The conversation ends where the script or the
+    environment ends it.
 
     Raises:
         Unreadable: `calls` cannot write a call of a reply.
@@ -103,11 +100,10 @@ async def demonstrate(
     try:
         opening = await environment.start()
         turns: list[Turn] = []
-        observed = ""
         num_left = max_tokens
-        stop_reason = StopReason.ANSWERED
-        for reply in replies:
-            said = reply(observed).removeprefix(prefill)
+        said = next(script)
+        while True:
+            said = form(said).removeprefix(prefill)
             if calls.continues_turn:  # else calls stay as they are, also wrong ones, which get an error
                 said, _ = retold(said, calls)
             completion = Completion.spoken(said_ids(said, chat, calls))
@@ -115,10 +111,13 @@ async def demonstrate(
             observation = await environment.step(completion, num_tokens_left=max(0, num_left))
             num_left -= len(observation.ids)
             turns.append(observation.as_turn(completion))
-            observed = observation.text
             if observation.stop_reason is not None:
-                stop_reason = observation.stop_reason
                 break
+            try:
+                said = script.send(observation.text)
+            except StopIteration:
+                break
+        stop_reason = observation.stop_reason or StopReason.ANSWERED
         return Trajectory(key=key, task_id=task.id, prompt_ids=opening.ids, turns=tuple(turns), stop_reason=stop_reason)
     finally:
         await environment.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -151,26 +152,26 @@ async def play_demonstrations(
         task = tasks.task(index)
         seed = context.seed("demonstration", index)
         try:
-            replies = demonstrator.script(task, tool=tool, seed=seed)
+            first = next(demonstrator.script(task, tool=tool, seed=seed))
         except TaskError as error:
             return error
-        if isinstance(demonstrator, RecordedDemonstrator):  # its tags are those of its rows
-            problems.update(thought_tag_problem(stage.prompt, prompt, reply("")) for reply in replies)
-        else:
-            replies = [in_form_of(prompt, reply) for reply in replies]
+        is_recorded = isinstance(demonstrator, RecordedDemonstrator)  # whose tags are those of its rows
+        if is_recorded:
+            problems.add(thought_tag_problem(stage.prompt, prompt, first))
         async with gate:
             key = RolloutKey(task_index=index, attempt=0)
             try:
                 played = await demonstrate(
                     task,
                     key,
-                    replies,
+                    demonstrator.script(task, tool=tool, seed=seed),
                     environments=environments,
                     chat=chat,
                     calls=environments.format,
                     max_tokens=stage.sampling.max_tokens,
                     seed=seed,
                     prefill=prompt.prefill,
+                    form=str if is_recorded else partial(in_form_of, prompt),
                 )
             except Unreadable as error:
                 return TaskError(f"task {task.id!r}: {error}.")

@@ -1,7 +1,7 @@
 """Writes what a demonstrator says turn by turn, to teach a format before reinforcement learning.
 
-A script holds the completions of one conversation; the real tools answer its calls. Calls are JSON; for a prompt with another
-form, rollout/demonstrate.py rewrites them when they are played.
+A script says the completions of one conversation, one after the other; the real tools answer its calls. Calls are JSON; for a
+prompt with another form, rollout/demonstrate.py rewrites them when they are played.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Generator, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
@@ -22,9 +24,12 @@ from strop.types import Task, derive_seed
 
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>
 
+_THOUGHTS: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    Path(__file__).with_name("demonstrators.toml").read_text(encoding="utf-8")
+)
 _SEARCH_TOOL = "search"
-Reply: TypeAlias = Callable[[str], str]
-"""One turn: the text of the last observation -> what the demonstrator says next."""
+Script: TypeAlias = Generator[str, str, None]
+"""Yields what the demonstrator says in each turn, and is sent the text of the observation that follows it."""
 GuessFraction: TypeAlias = Annotated[
     float, Field(ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly.")
 ]
@@ -50,41 +55,35 @@ class ArithmeticDemonstrator(Config):
     )
     foreign_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of thoughts in Russian, each drawn separately.")
 
-    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+    def script(self, task: Task, *, tool: str, seed: int) -> Script:
         """Raises `TaskError` for a task without an expression, and without a tool for one that is no sum."""
         draw = random.Random(derive_seed("demonstration", seed, task.id))
         of_language = random.Random(derive_seed("demonstration-language", seed, task.id))
         expression = _fact(task, "expression", needed_by="arithmetic")
 
         def thought(name: str) -> str:
-            words = _IN_RUSSIAN if of_language.random() < self.foreign_fraction else _IN_ENGLISH
-            return f"<reason>{words[name]}</reason>"
+            language = "russian" if of_language.random() < self.foreign_fraction else "english"
+            return f"<reason>{_THOUGHTS[language][name]}</reason>"
 
         if draw.random() < self.guess_fraction:
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
-            return [_says(thought("guess").format(expression=expression, guess=guess) + _answer(str(guess)))]
+            yield thought("guess").format(expression=expression, guess=guess) + _answer(str(guess))
+            return
         steps = _operations(task.id, expression) if self.stepwise else [expression]
         if not tool:
             worked = ", ".join(steps) if self.stepwise else _by_columns(task.id, expression)
-            return [_says(f"<reason>{expression}: {worked}.</reason>{_answer(task.answer)}")]
-        replies: list[Reply] = []
-        value = ""
+            yield f"<reason>{expression}: {worked}.</reason>{_answer(task.answer)}"
+            return
+        value = output = ""
         for step in steps:
             before = thought("read").format(output=value) if value else thought("compute").format(expression=expression)
             code, _, value = step.partition("=")
-            right = f"{before}{_call(tool, f'print({code})')}"
             if draw.random() < self.error_fraction:
                 wrong = draw.choice([f"prnt({code})", f"print({code}", f"print(int({code}, 0))"])
-                replies.append(_says(f"{before}{_call(tool, wrong)}"))
-                right = f"{thought('mend')}{_call(tool, f'print({code})')}"
-            replies.append(_says(right))
-        last = thought("read")
-        replies.append(lambda output: f"{last.format(output=output.strip())}{_answer(output.strip())}")
-        return replies
-
-
-def _says(text: str) -> Reply:
-    return lambda _: text
+                yield f"{before}{_call(tool, wrong)}"
+                before = thought("mend")
+            output = yield f"{before}{_call(tool, f'print({code})')}"
+        yield f"{thought('read').format(output=output.strip())}{_answer(output.strip())}"
 
 
 def _operations(task_id: str, expression: str) -> list[str]:
@@ -117,35 +116,19 @@ def _by_columns(task_id: str, expression: str) -> str:
     return ", ".join(steps)
 
 
-_IN_ENGLISH = {
-    "guess": "{expression}: I can do this in my head, {guess}.",
-    "compute": "{expression}: I will compute it.",
-    "mend": "That call was wrong.",
-    "read": "The tool says {output}.",
-}
-_IN_RUSSIAN = {
-    "guess": "{expression}: сосчитаю в уме, {guess}.",
-    "compute": "{expression}: сейчас сосчитаю.",
-    "mend": "Вызов был неверен.",
-    "read": "Ответ программы {output}.",
-}
-
-
 class CalculationsDemonstrator(Config):
     """Runs the calculations that a worked solution marks, as in GSM8K, and answers with what the tool printed."""
 
     kind: Literal["calculations"] = "calculations"
 
-    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+    def script(self, task: Task, *, tool: str, seed: int) -> Script:
         """Raises `TaskError` for a task without a worked solution, or without a calculation in it."""
         solution = _fact(task, "answer", needed_by="calculations")
         steps = [left.strip() for left, _ in _CALCULATION.findall(solution)]
         if not steps:
             raise TaskError(f"task {task.id!r}: its solution marks no calculation as <<48/2=24>>, so there is nothing to run.")
-        return [
-            lambda _: f"<reason>I compute {'; '.join(steps)}.</reason>{_call(tool, f'print({steps[-1]})')}",
-            lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}",
-        ]
+        output = yield f"<reason>I compute {'; '.join(steps)}.</reason>{_call(tool, f'print({steps[-1]})')}"
+        yield _what_the_tool_says(output)
 
 
 class CountdownDemonstrator(Config):
@@ -155,7 +138,7 @@ class CountdownDemonstrator(Config):
     max_tries: int = Field(default=3, ge=1, le=1000, description="Most calls of a demonstration; the last runs the solution.")
     guess_fraction: GuessFraction = 0.5
 
-    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+    def script(self, task: Task, *, tool: str, seed: int) -> Script:
         """Raises `TaskError` for a task that is no Countdown problem."""
         draw = random.Random(derive_seed("demonstration", seed, task.id))
         target = _fact(task, "target", needed_by="countdown")
@@ -163,12 +146,14 @@ class CountdownDemonstrator(Config):
         others = self._others(draw, numbers, _fact(task, "operators", needed_by="countdown"), Fraction(target))
         if draw.random() < self.guess_fraction:
             guess = draw.choice([*others, task.answer])
-            return [lambda _: f"<reason>I guess {guess}.</reason>{_answer(guess)}"]
-        tried = [*others[: draw.randrange(self.max_tries)], task.answer]
-        replies = [_says(f"<reason>I try {tried[0]}.</reason>{_call(tool, f'print({tried[0]})')}")]
-        replies += [_tries_next(expression, target, tool) for expression in tried[1:]]
-        replies.append(lambda output: f"<reason>{output.strip()} is {target}.</reason>{_answer(task.answer)}")
-        return replies
+            yield f"<reason>I guess {guess}.</reason>{_answer(guess)}"
+            return
+        before = found = ""
+        for expression in [*others[: draw.randrange(self.max_tries)], task.answer]:
+            output = yield f"<reason>{before}I try {expression}.</reason>{_call(tool, f'print({expression})')}"
+            found = output.strip()
+            before = f"{found} is not {target}. "
+        yield f"<reason>{found} is {target}.</reason>{_answer(task.answer)}"
 
     def _others(self, draw: random.Random, numbers: list[int], operators: str, target: Fraction) -> list[str]:
         """Different expressions of the same numbers with other values, as many as a demonstration can need, or fewer."""
@@ -178,12 +163,6 @@ class CountdownDemonstrator(Config):
             if expression is not None and expression.value != target:
                 found[expression.text] = None
         return list(found)[: self.max_tries]
-
-
-def _tries_next(expression: str, target: str, tool: str) -> Reply:
-    return lambda output: (
-        f"<reason>{output.strip()} is not {target}. I try {expression}.</reason>{_call(tool, f'print({expression})')}"
-    )
 
 
 class LookupDemonstrator(Config):
@@ -196,7 +175,7 @@ class LookupDemonstrator(Config):
     )
     error_fraction: float = Field(default=0.3, ge=0, le=1, description="Share of those that compute whose first call raises.")
 
-    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+    def script(self, task: Task, *, tool: str, seed: int) -> Script:
         """Raises `TaskError` for a task that is nothing to look up."""
         draw = random.Random(derive_seed("demonstration", seed, task.id))
         subject, attribute, operation = (
@@ -204,56 +183,45 @@ class LookupDemonstrator(Config):
         )
         num_digits = len(task.answer.lstrip("-"))
         guess = str(draw.randint(10 ** (num_digits - 1), 10**num_digits - 1))
+        give_up = f"<reason>I guess it.</reason>{_answer(guess)}"
         if draw.random() < self.guess_fraction:
-            return [lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
+            yield give_up
+            return
         number, *links = attribute.split(" of ")
-        replies: list[Reply] = []
         for link in reversed(links):
-            replies.append(_looks_up(subject, link))
-            subject = ""
+            shown = yield _search(subject, link)
+            subject = next(iter(re.findall(r"\((\w+)\)", shown)[-1:]), "")  # the last name in brackets
             if draw.random() < self.head_fraction:
-                return [*replies, lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
-        replies.append(_looks_up(subject, number))
-        found = _Found(operation)
+                yield give_up
+                return
+        expression = f"{_last_number((yield _search(subject, number)))}{operation}"
         if not operation:
-            return [*replies, lambda text: f"<reason>I found it.</reason>{_answer(found.expression(text))}"]
+            yield f"<reason>I found it.</reason>{_answer(expression)}"
+            return
         if draw.random() < self.head_fraction:
-            return [*replies, lambda text: f"<reason>{found.expression(text)} is {guess}.</reason>{_answer(guess)}"]
+            yield f"<reason>{expression} is {guess}.</reason>{_answer(guess)}"
+            return
+        thought = "I compute."
         if draw.random() < self.error_fraction:
-            replies.append(lambda text: f"<reason>I compute.</reason>{_call(tool, f'prnt({found.expression(text)})')}")
-            replies.append(lambda _: f"<reason>That call was wrong.</reason>{_call(tool, f'print({found.last})')}")
-        else:
-            replies.append(lambda text: f"<reason>I compute.</reason>{_call(tool, f'print({found.expression(text)})')}")
-        return [*replies, lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}"]
+            yield f"<reason>{thought}</reason>{_call(tool, f'prnt({expression})')}"
+            thought = "That call was wrong."
+        output = yield f"<reason>{thought}</reason>{_call(tool, f'print({expression})')}"
+        yield _what_the_tool_says(output)
 
 
-def _looks_up(subject: str, attribute: str) -> Reply:
-    """Searches for an attribute of the subject; without one, of the last name in brackets that the search before showed."""
-
-    def reply(text: str) -> str:
-        name = subject or next(iter(re.findall(r"\((\w+)\)", text)[-1:]), "")
-        return f"<reason>I look it up.</reason>{_json_call(_SEARCH_TOOL, {'query': f'{attribute} of ({name})'})}"
-
-    return reply
+def _search(subject: str, attribute: str) -> str:
+    return f"<reason>I look it up.</reason>{_json_call(_SEARCH_TOOL, {'query': f'{attribute} of ({subject})'})}"
 
 
-class _Found:
-    """The expression that follows from what a search shows; kept for the turn that mends a call."""
-
-    def __init__(self, operation: str) -> None:
-        self._operation = operation
-        self.last = ""
-
-    def expression(self, text: str) -> str:
-        """Raises `TaskError` where there is no number in `text`."""
-        numbers = re.findall(r"\d+", text)
-        if not numbers:
-            raise TaskError(
-                f"the demonstrator 'lookup' searched with the tool {_SEARCH_TOOL!r}, which answered {text[:120]!r}, without a"
-                " number. Give the recipe a search tool of this name whose backend reads the tasks' corpus."
-            )
-        self.last = f"{numbers[-1]}{self._operation}"
-        return self.last
+def _last_number(shown: str) -> str:
+    """Raises `TaskError` where a search shows no number."""
+    numbers = re.findall(r"\d+", shown)
+    if not numbers:
+        raise TaskError(
+            f"the demonstrator 'lookup' searched with the tool {_SEARCH_TOOL!r}, which answered {shown[:120]!r}, without a"
+            " number. Give the recipe a search tool of this name whose backend reads the tasks' corpus."
+        )
+    return str(numbers[-1])
 
 
 class RecordedDemonstrator(Config):
@@ -261,10 +229,9 @@ class RecordedDemonstrator(Config):
 
     kind: Literal["recorded"] = "recorded"
 
-    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+    def script(self, task: Task, *, tool: str, seed: int) -> Script:
         """Raises `TaskError` for a task without a response."""
-        response = _fact(task, "response", needed_by="recorded")
-        return [_says(response)]
+        yield _fact(task, "response", needed_by="recorded")
 
 
 DemonstratorConfig: TypeAlias = Annotated[
@@ -293,3 +260,7 @@ def _json_call(tool: str, arguments: Mapping[str, str]) -> str:
 
 def _answer(value: str) -> str:
     return f"<answer>\\boxed{{{value}}}</answer>"
+
+
+def _what_the_tool_says(output: str) -> str:
+    return f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}"
