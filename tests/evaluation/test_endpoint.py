@@ -13,7 +13,7 @@ from engine.support import make_model, make_request
 from strop.engine.config import EngineConfig, VllmConfig
 from strop.engine.opening import open_engines
 from strop.errors import EngineLost
-from strop.evaluation.endpoint import EngineAnswers, ServerAnswers, serving
+from strop.evaluation.endpoint import EngineEndpoint, ServerEndpoint, serving
 from strop.rollout.chat_template import message
 from strop.stages.context import load_chat
 
@@ -28,7 +28,8 @@ async def endpoint(run, *, slots=8, seed=1):
     config = EngineConfig(slots=slots, max_length=256, device="cpu", threads=1)
     [engine] = await open_engines(model, config, detokenize=chat.decode)
     try:
-        with serving(EngineAnswers("policy", [engine], chat, seed=seed)) as served:
+        served = EngineEndpoint("policy", [engine], chat, seed=seed)
+        with serving(served):
             base = f"http://127.0.0.1:{served.port}"
             async with httpx2.AsyncClient(base_url=base, timeout=60, trust_env=False) as client:
                 yield client, served, engine, chat
@@ -194,7 +195,8 @@ def test_a_server_answers_itself_whatever_it_is_asked(scripted_run, tmp_path):
             config = VllmConfig(addresses=(address,), max_length=100)
             engines = await open_engines(tmp_path, config, detokenize=None)
             try:
-                with serving(ServerAnswers("policy", engines, chat)) as served:
+                served = ServerEndpoint("policy", engines, chat)
+                with serving(served):
                     base = f"http://127.0.0.1:{served.port}"
                     async with httpx2.AsyncClient(base_url=base, timeout=60, trust_env=False) as client:
                         status, answer = await ask(client, tools=[{"name": "search"}])

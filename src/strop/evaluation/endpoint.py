@@ -12,11 +12,12 @@ import logging
 import socketserver
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
@@ -69,61 +70,102 @@ class _Asked(BaseModel):
     skip_special_tokens: bool = True
 
 
-class Answers(Protocol):
-    """What answers the requests of an endpoint."""
-
-    model: str
-    """The name of the model in answers. Requests may call it anything."""
-
-    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Mapping[str, Any]]:
-        """Return the status and the answer to a request. Raises `MachineError` if the engine is lost."""
+def refusal(text: str, status: int = 400) -> tuple[int, Mapping[str, Any]]:
+    """An answer in the form of OpenAI's errors."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return status, {"error": {"message": text, "type": kind, "code": status}}
 
 
-@contextmanager
-def _least_busy(running: list[int]) -> Iterator[int]:
-    """The place of the least of `running`, which is one more for the time of a `with`."""
-    at = running.index(min(running))
-    running[at] += 1
-    try:
-        yield at
-    finally:
-        running[at] -= 1
+class Endpoint(ABC):
+    """The address of a served policy, and what was asked there. A subclass gives `found`."""
+
+    def __init__(self, model: str, num_engines: int) -> None:
+        self.model, self.port = model, 0  # the name of the model in answers; requests may call it anything
+        self.num_requests = self.num_refused = 0
+        self.num_tokens = 0  # that were sampled
+        self.first_refusal = ""
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the error of the engine when that is lost."""
+        self._num_running = [0] * num_engines  # of each engine
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @abstractmethod
+    async def found(self, path: str, body: dict[str, Any]) -> Mapping[str, Any]:
+        """Return the answer to a request. Raises `MachineError` if the engine is lost; any other `StropError` refuses it."""
+
+    async def answer(self, path: str, body: Any) -> tuple[int, Mapping[str, Any]]:
+        """Return the status and the answer to a request."""
+        self.num_requests += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            if self.lost.done():
+                raise MachineError("it does not answer any more.")
+            if not isinstance(body, dict):
+                raise UserError("the body is no JSON object.")
+            answer = await self.found(path, body)
+        except Exception as error:  # noqa: BLE001 - it ends the stage, which awaits `lost`
+            self.num_refused += 1
+            status, answer = refusal(str(error))
+            if not isinstance(error, StropError) or isinstance(error, MachineError):
+                status, answer = refusal(f"the engine is lost: {error}", 500)
+                if not self.lost.done():
+                    self.lost.set_exception(error)
+            self.first_refusal = self.first_refusal or str(answer["error"]["message"])
+            return status, answer
+        finally:
+            self._running.discard(task)
+        self.num_tokens += answer["usage"]["completion_tokens"]
+        return 200, answer
+
+    @contextmanager
+    def least_busy(self) -> Iterator[int]:
+        """The number of the engine with the fewest requests, which has one more for the time of a `with`."""
+        at = self._num_running.index(min(self._num_running))
+        self._num_running[at] += 1
+        try:
+            yield at
+        finally:
+            self._num_running[at] -= 1
+
+    def close(self) -> None:
+        """Cancel what is still sampled: nothing reads it any more."""
+        for task in self._running:
+            task.cancel()
+        if not self.lost.cancel() and not self.lost.cancelled():
+            self.lost.exception()  # it was raised by the stage, or came after its end
 
 
-class EngineAnswers:
+class EngineEndpoint(Endpoint):
     """Answers of engines that know only token ids: prompts come from the tokenizer's own chat template.
 
     Equal requests with a temperature get different answers, which depend only on `seed` and on how often each was asked.
     """
 
     def __init__(self, model: str, engines: Sequence[InferenceEngine], chat: ChatFormat, *, seed: int) -> None:
-        self.model = model
+        super().__init__(model, len(engines))
         self._engines, self._chat, self._seed = engines, chat, seed
-        self._running = [0] * len(engines)
         self._asked: Counter[tuple[int, ...]] = Counter()  # completions by prompt
         self._num = 0
 
-    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    async def found(self, path: str, body: dict[str, Any]) -> Mapping[str, Any]:
         given = {key: value for key, value in body.items() if value is not None}
         if refused := [key for key in _NOT_OFFERED if given.get(key)]:
-            return refusal(f"the embedded engine has no {refused[0]!r}. Leave it out, or use a server engine such as vLLM.")
+            raise UserError(f"the embedded engine has no {refused[0]!r}. Leave it out, or use a server engine such as vLLM.")
         try:
             asked = _Asked.model_validate(given)
-            prompts = self._prompts(path, asked)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            return refusal(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-        except UserError as error:
-            return refusal(str(error))
+            raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        prompts = self._prompts(path, asked)
         sampling = [self._sample(path, asked, ids) for ids in prompts for _ in range(asked.n)]
         completions = await asyncio.gather(*sampling, return_exceptions=True)
         if failed := next((each for each in completions if isinstance(each, BaseException)), None):
-            if not isinstance(failed, StropError) or isinstance(failed, MachineError):
-                raise failed
-            return refusal(str(failed))
+            raise failed
         done = [each for each in completions if isinstance(each, Completion)]
         usage = {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": sum(len(each.ids) for each in done)}
-        return 200, {
+        return {
             "id": f"strop-{self._num}",
             "object": "chat.completion" if path == CHAT else "text_completion",
             "created": int(time.time()),
@@ -143,7 +185,7 @@ class EngineAnswers:
         self._num += 1
         self._asked[ids] += 1
         truncation = asked.model_dump(include={"top_p", "min_p", "repetition_penalty"})
-        with _least_busy(self._running) as at:
+        with self.least_busy() as at:
             engine = self._engines[at]
             room = max(1, engine.capacity.max_request_tokens - len(ids))
             request = CompletionRequest(
@@ -174,85 +216,29 @@ class EngineAnswers:
         return {"index": index, **said, "finish_reason": reason, "logprobs": None}
 
 
-class ServerAnswers:
+class ServerEndpoint(Endpoint):
     """Answers of servers that have such an endpoint themselves. All of its abilities are there, except that nothing streams."""
 
     def __init__(self, model: str, engines: Sequence[ServerEngine], chat: ChatFormat) -> None:
-        self.model = model
+        super().__init__(model, len(engines))
         self._engines, self._stop_ids = engines, sorted(chat.stop_ids)
-        self._running = [0] * len(engines)
         self._names: dict[int, str] = {}  # of the model at each engine
 
-    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    async def found(self, path: str, body: dict[str, Any]) -> Mapping[str, Any]:
         if body.get("stream"):
-            return refusal("answers do not stream. Leave out 'stream'.")
-        try:
-            with _least_busy(self._running) as at:
-                if at not in self._names:
-                    self._names[at] = (await self._engines[at].forward(MODELS))["data"][0]["id"]
-                # strop starts servers without the model's generation_config.json, which would name what ends a turn.
-                body = {"stop_token_ids": self._stop_ids, **body, "model": self._names[at]}
-                return 200, await self._engines[at].forward(path, body)
-        except MachineError:
-            raise
-        except StropError as error:
-            return refusal(str(error))
-
-
-def refusal(text: str, status: int = 400) -> tuple[int, Mapping[str, Any]]:
-    """An answer in the form of OpenAI's errors."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return status, {"error": {"message": text, "type": kind, "code": status}}
-
-
-class Endpoint:
-    """The address of a served policy, and what was asked there."""
-
-    def __init__(self, answers: Answers) -> None:
-        self.model, self.port = answers.model, 0
-        self.num_requests = self.num_refused = 0
-        self.num_tokens = 0  # that were sampled
-        self.first_refusal = ""
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the error of the engine when that is lost."""
-        self._answers = answers
-        self._running: set[asyncio.Task[Any]] = set()
-
-    async def answer(self, path: str, body: Any) -> tuple[int, Mapping[str, Any]]:
-        """Return the status and the answer to a request."""
-        self.num_requests += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        try:
-            if self.lost.done():
-                raise MachineError("it does not answer any more.")
-            found = await self._answers.answer(path, body) if isinstance(body, dict) else refusal("the body is no JSON object.")
-        except Exception as error:  # noqa: BLE001 - it ends the stage, which awaits `lost`
-            if not self.lost.done():
-                self.lost.set_exception(error)
-            found = refusal(f"the engine is lost: {error}", 500)
-        finally:
-            self._running.discard(task)
-        status, answer = found
-        if status >= 400:
-            self.num_refused += 1
-            self.first_refusal = self.first_refusal or str(answer["error"]["message"])
-        else:
-            self.num_tokens += answer["usage"]["completion_tokens"]
-        return found
-
-    def close(self) -> None:
-        """Cancel what is still sampled: nothing reads it any more."""
-        for task in self._running:
-            task.cancel()
-        if not self.lost.cancel() and not self.lost.cancelled():
-            self.lost.exception()  # it was raised by the stage, or came after its end
+            raise UserError("answers do not stream. Leave out 'stream'.")
+        with self.least_busy() as at:
+            if at not in self._names:
+                self._names[at] = (await self._engines[at].forward(MODELS))["data"][0]["id"]
+            # strop starts servers without the model's generation_config.json, which would name what ends a turn.
+            body = {"stop_token_ids": self._stop_ids, **body, "model": self._names[at]}
+            answer: Mapping[str, Any] = await self._engines[at].forward(path, body)
+            return answer
 
 
 @contextmanager
-def serving(answers: Answers, *, port: int = 0) -> Iterator[Endpoint]:
-    """Serve on the loopback interface.
+def serving(endpoint: Endpoint, *, port: int = 0) -> Iterator[None]:
+    """Serve `endpoint` on the loopback interface.
 
     Args:
         port: 0 for a free one.
@@ -260,7 +246,7 @@ def serving(answers: Answers, *, port: int = 0) -> Iterator[Endpoint]:
     Raises:
         UserError: the port is in use.
     """
-    endpoint, loop = Endpoint(answers), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -303,7 +289,7 @@ def serving(answers: Answers, *, port: int = 0) -> Iterator[Endpoint]:
     accepting = threading.Thread(target=server.serve_forever, name="endpoint", daemon=True)
     accepting.start()
     try:
-        yield endpoint
+        yield
     finally:
         endpoint.close()
         server.shutdown()

@@ -22,7 +22,7 @@ from strop.engine.config import EngineChoice
 from strop.engine.servers.engine import ServerEngine
 from strop.engine.servers.process import ServerProcess
 from strop.errors import ConfigError, NotThere, RunError, UserError
-from strop.evaluation.endpoint import Endpoint, EngineAnswers, ServerAnswers, serving
+from strop.evaluation.endpoint import Endpoint, EngineEndpoint, ServerEndpoint, serving
 from strop.evaluation.results import write_eval
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Sampled, Stage, StageResult
@@ -154,9 +154,9 @@ class Harness(Stage):
         engines = await context.open_engines(model, engine, detokenize=chat.decode, logs=context.directory.logs, names=names)
         servers = [each for each in engines if isinstance(each, ServerEngine)]
         served, seed = str(model), context.seed("endpoint")
-        answers = ServerAnswers(served, servers, chat) if servers else EngineAnswers(served, engines, chat, seed=seed)
+        endpoint = ServerEndpoint(served, servers, chat) if servers else EngineEndpoint(served, engines, chat, seed=seed)
         try:
-            with serving(answers, port=self.config.port) as endpoint:
+            with serving(endpoint, port=self.config.port):
                 for command in self.config.commands:
                     await self._run_command(context.name, command, endpoint, out, log)
         finally:
