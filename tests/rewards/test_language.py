@@ -6,11 +6,11 @@ import pytest
 from trajectories import TASK, trajectory
 
 from strop.errors import TaskError
-from strop.rewards.language import LanguagePart, chain_of_thought, language_share, scripts_of, thoughts_of
+from strop.rewards.language import LanguagePart, language_share, scripts_of, thoughts_of
 
 
 def language_consistency(text, *, language):
-    return language_share(chain_of_thought(text) or "", language=language)
+    return language_share(thoughts_of([text]), language=language)
 
 
 def share(thought, language="en"):
@@ -102,12 +102,12 @@ def test_without_a_chain_of_thought_there_is_nothing_to_be_consistent(text):
 
 def test_only_the_chain_of_thought_counts_and_it_may_begin_in_the_prompt():
     assert language_consistency("we think</think><answer>四十二</answer>", language="en") == 1.0
-    assert chain_of_thought("<reason>so</reason> it is", think_tag="reason") == "so"
+    assert thoughts_of(["<reason>so</reason> it is"], think_tag="reason") == "so"
 
 
 def test_the_thoughts_of_all_turns_count_and_nothing_between_them():
     text = "<think>we think</think>四十二<think>мы думаем</think> 好的</think>"
-    assert chain_of_thought(text) == "we think\nмы думаем"
+    assert thoughts_of([text]) == "we think\nмы думаем"
     assert language_consistency(text, language="en") == language_consistency(text, language="ru") == 0.5
 
 

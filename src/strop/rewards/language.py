@@ -7,11 +7,13 @@ import io
 import json
 import re
 import tokenize
+import tomllib
 import unicodedata
 import warnings
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 
 from pydantic import Field, field_validator
 
@@ -19,31 +21,11 @@ from strop.errors import TaskError
 from strop.rewards.base import RolloutPart, words
 from strop.types import Task, Trajectory
 
-SCRIPTS = {
-    name: re.compile(f"[{letters}]")
-    for name, letters in {
-        "latin": r"A-Za-z\u00c0-\u024f\u1e00-\u1eff",
-        "han": r"\u3005\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff",
-        "kana": r"\u3040-\u30ff",
-        "cyrillic": r"\u0400-\u052f",
-        "greek": r"\u0370-\u03ff\u1f00-\u1fff",
-        "arabic": r"\u0600-\u06ff\u0750-\u077f",
-        "devanagari": r"\u0900-\u097f",
-        "hangul": r"\uac00-\ud7af\u1100-\u11ff",
-    }.items()
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
+SCRIPTS: dict[str, re.Pattern[str]] = {name: re.compile(f"[{letters}]") for name, letters in _TABLES["scripts"].items()}
 """The letters of each script, in Unicode's form NFKC."""
-LANGUAGES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("en", "de", "es", "fr", "it", "pt"), ("latin",)),
-    "zh": ("han",),
-    "ja": ("kana", "han"),
-    "ru": ("cyrillic",),
-    "el": ("greek",),
-    "ar": ("arabic",),
-    "hi": ("devanagari",),
-    "ko": ("hangul",),
-}
-"""The scripts of each language. Scripts distinguish Chinese from English, but not French from English."""
+LANGUAGES: dict[str, list[str]] = _TABLES["languages"]
+"""The scripts of each language."""
 _PARTS = re.compile(
     r"```[^\n`]*\n(?P<fence>.*?)(?:```|\Z)|`(?P<ticks>[^`\n]*)`"
     r"|<(?P<tag>tool_call|python|search)>(?P<call>.*?)(?:</(?P=tag)>|\Z)"
@@ -150,28 +132,17 @@ def _sentences(text: str) -> str:
     return " ".join([*_SENTENCE.findall(text), *others])
 
 
-def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
-    """The text between thinking tags in all turns; the first may begin in the prompt. None without a closing tag."""
-    first, *others = text.split(f"</{think_tag}>")[:-1] or (None,)
-    if first is None:
-        return None
-    parts = [first.rpartition(f"<{think_tag}>")[2]]
-    parts += [part.rpartition(f"<{think_tag}>")[2] for part in others if f"<{think_tag}>" in part]
-    return "\n".join(parts)
-
-
-def thoughts_of(turns: Sequence[str], *, think_tag: str) -> str:
+def thoughts_of(turns: Sequence[str], *, think_tag: str = "think") -> str:
     """The closed thoughts of all turns. One may begin in a turn's prompt, and go on over a call into the next turn."""
     opening, closing = f"<{think_tag}>", f"</{think_tag}>"
-    found, is_open = [], ""  # what may belong to a thought that is not closed yet
+    closed = re.compile(rf"(?:\A|{opening})((?:(?!{opening}|{closing}).)*){closing}", re.DOTALL)
+    found: list[str] = []
+    is_open = ""  # what may belong to a thought that is not closed yet
     for turn in turns:
         text = is_open + turn
-        if closing in text:
-            found.append(chain_of_thought(text, think_tag=think_tag) or "")
-            rest = text.rpartition(closing)[2]
-            is_open = rest[rest.index(opening) :] if opening in rest else ""
-        else:
-            is_open = text
+        found += closed.findall(text)
+        _, has_closed, rest = text.rpartition(closing)
+        is_open = "".join(rest.partition(opening)[1:]) if has_closed else text
     return "\n".join(found)
 
 

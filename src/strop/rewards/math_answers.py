@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from strop.answer_text import plain_number
-from strop.rewards.math_text import NUMBER_WORDS, TEXT, canonical, written
+from strop.rewards.math_text import NUMBER_WORDS, TABLES, TEXT, canonical, written
 
 Pairs: TypeAlias = list[tuple[str, str]]
 
@@ -50,38 +50,14 @@ _LAST_VARIABLE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]$|(?<=\s)[a-zA-Z]$|(?<=\d)
 _SEPARATORS = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b|,")
 _OR = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])|\\cup(?![a-zA-Z])")
 
-_LENGTHS = {"mm": (1, 1000), "cm": (1, 100), "m": (1, 1), "km": (1000, 1), "inch": (127, 5000), "foot": (381, 1250)}
-_LENGTHS |= {"yard": (1143, 1250), "mile": (201_168, 125)}
-_DIMENSIONS = {
-    "length": _LENGTHS,
-    "time": {"second": (1, 1), "minute": (60, 1), "hour": (3600, 1), "day": (86_400, 1), "week": (604_800, 1)},
-    "mass": {"mg": (1, 1000), "g": (1, 1), "kg": (1000, 1)},
-    "weight": {"ounce": (1, 16), "pound": (1, 1)},
-    "volume": {"ml": (1, 1000), "liter": (1, 1)},
-    "money": {"cent": (1, 100), "dollar": (1, 1)},
-}
-_UNITS = {name: (dimension, Fraction(*size)) for dimension, units in _DIMENSIONS.items() for name, size in units.items()}
-_NAMES_OF_UNITS = (
-    "mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, inch in inche, foot feet ft"
-    ", yard yd, mile mi, second s sec, minute min, hour h hr, g gram, kg kilogram, mg milligram, ounce oz, pound lb"
-    ", ml milliliter, liter l litre, dollar usd, degree deg, percent percentage pct, radian rad"
-)
-_ALIASES = {alias: name for name, *aliases in map(str.split, _NAMES_OF_UNITS.split(",")) for alias in aliases}
-_ALIASES["mile per hour"] = "mph"
+_UNITS = {name: (dimension, Fraction(size)) for dimension, units in TABLES["sizes"].items() for name, size in units.items()}
+_ALIASES: dict[str, str] = {alias: name for name, aliases in TABLES["other_names"].items() for alias in aliases}
+_MULTIPLIERS: dict[str, int] = TABLES["multipliers"]
 _GENERIC = "unit"
 _UnitOf: TypeAlias = tuple[str, int] | None
 _PERCENT: _UnitOf = ("percent", 1)
-_MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_CHANGES = frozenset(("or", "and", "to", "half", "third", "quarter", "factorial", "pi", "more", "less", *_MULTIPLIERS))
-_TURNING = (
-    "not no never isn doesn neither except than least most greater fewer smaller larger between over under above below beyond"
-    " up almost nearly about around approximately roughly within minus negative plus times root double twice squared cubed"
-    " base mod by sin cos tan log ln exp sqrt cot sec csc arcsin arccos arctan infinity infty if then without is are does"
-    " wrong false incorrect anything but th st nd rd"
-)
-_COUNTED = "step case question problem option example exercise part find let"
-_TURNING_WORDS = _CHANGES | frozenset(_TURNING.split(" "))  # next to a number: they make another of it
-_NOT_A_PHRASE = (_TURNING_WORDS | set(NUMBER_WORDS) | set(_COUNTED.split(" "))) - {"is", "are"}
+_TURNING_WORDS = frozenset([*_MULTIPLIERS, *TABLES["words"]["turning"].split()])  # next to a number: they make another of it
+_NOT_A_PHRASE = (_TURNING_WORDS | set(NUMBER_WORDS) | set(TABLES["words"]["counted"].split())) - {"is", "are"}
 _PHRASE = re.compile(
     r"(?:[a-zA-Z][a-zA-Z',]{0,20}[ :]+){0,12}[a-zA-Z]{2,20}[ :]+(?=-?(?:\d|\\frac|\\sqrt))(?!\d{1,9}(?:st|nd|rd|th)\b)"
 )

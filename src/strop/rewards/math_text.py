@@ -11,9 +11,11 @@ import atexit
 import importlib.util
 import os
 import re
+import tomllib
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import TypeAlias
 
 from strop.answer_text import BOX, closes_at, exact_match, last_box, plain_number
@@ -23,6 +25,8 @@ from strop.sandbox.verify_process import ProcessVerifier
 
 MAX_CHARS = 4_000  # of one answer; a longer one is not read
 MAX_NUMBER_CHARS = 200  # of a number with its unit; patterns for numbers never see more of the policy's text
+
+TABLES = tomllib.loads(Path(__file__).with_name("math_words.toml").read_text(encoding="utf-8"))
 
 _Rule: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str]]
 
@@ -198,12 +202,7 @@ def _without_end(answer: str) -> str:
     return answer
 
 
-_SIGNS = str.maketrans(
-    {"−": "-", "–": "-", "°": r"^\circ ", "º": r"^\circ ", "。": ".", "“": '"', "”": '"', "‘": "'", "’": "'"}
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "→": r"\to ", "∈": r"\in ", "∪": r"\cup "}
-    | {"∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∴": r"\therefore "}
-    | {"⟨": r"\langle ", "⟩": r"\rangle ", "¢": r"\text{ cents}", "€": r"\text{ euros}", "£": r"\text{ pounds}"}
-)
+_SIGNS = str.maketrans(TABLES["signs"])
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 _PLAIN_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
 _SLASHED = re.compile(f"([{_RAISED}]{{1,12}})[⁄/]([{_LOWERED}]{{1,12}})")
@@ -279,12 +278,8 @@ _MIXED = re.compile(
     r"(-?)\s*(\d{1,12})(?:\s*\\frac\s*\{\s*(\d{1,12})\s*\}\s*\{\s*(\d{1,12})\s*\}|\s+(?:and\s+)?(\d{1,12})\s*/\s*(\d{1,12}))"
 )
 _REPEATING = re.compile(r"(-?)(\d{0,12})\.(\d{0,12})\\(?:overline|bar|dot)\s*\{?(\d{1,12})\}?")
-_SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8}
-_PARTS |= {"ninth": 9, "tenth": 10}
-NUMBER_WORDS = {word: value for value, word in enumerate(f"{_SMALL} eighteen nineteen".split(" "))}
-NUMBER_WORDS |= {word: 10 * ten for ten, word in enumerate(_TENS.split(" "), start=2)}
+_PARTS: dict[str, int] = TABLES["parts"]
+NUMBER_WORDS: dict[str, int] = TABLES["numbers"]
 
 
 def canonical(text: str) -> str:
