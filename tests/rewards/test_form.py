@@ -2,7 +2,24 @@ import time
 
 import pytest
 
-from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count, turns_format
+from strop.rewards.form import CodeFormatPart, FormatPart, TagCountPart, TurnsFormatPart, reasoning_steps
+
+
+def strict_format(text, **keys):
+    return FormatPart(**keys).grade([text])
+
+
+def turns_format(turns, **keys):
+    return TurnsFormatPart(**keys).grade(turns)
+
+
+def tag_count(text, **keys):
+    return TagCountPart(**keys).grade([text])
+
+
+def code_format(text):
+    return CodeFormatPart().grade([text])
+
 
 RIGHT = "<think>\nfirst this\nthen that\n</think>\n<answer>\n42\n</answer>"
 

@@ -10,7 +10,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -39,68 +39,17 @@ _ENOUGH_STEPS = 3
 _CALL = r"<(?P<name>(?!answer>)[\w.-]+)>(?:(?!</?(?P=name)>).)*</(?P=name)>"  # of any tool
 
 
-def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
-    """1 if all of `text` is a thought block followed by an answer block, else 0. DeepSeek-R1 (arXiv 2501.12948) section 2.1.
-
-    Each of the four tags must occur exactly once; open-r1's pattern accepts repeated blocks.
-
-    Args:
-        think_tag: `think`, or `reason` in rStar2-Agent's prompt.
-        is_prefilled: the opening tag belongs to the prompt.
-        newlines: each tag must be on its own line, as in open-r1's pattern; otherwise any whitespace, or none, is allowed.
-    """
-    gap, edge = ("\n", "\n") if newlines else (r"\s*", "")  # .*? matches blanks too; another \\s* would backtrack
-    text = f"<{think_tag}>{text}" if is_prefilled else text
-    opening = rf"<{think_tag}>" + ("" if is_prefilled else edge)
-    pattern = rf"{opening}.*?{edge}</{think_tag}>{gap}<answer>{edge}.*?{edge}</answer>"
-    text = text.rstrip() if newlines else text.strip()
-    has_each_once = all(text.count(tag) == 1 for tag in _tags(think_tag))
-    return float(has_each_once and re.fullmatch(pattern, text, re.DOTALL) is not None)
-
-
-def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
-    """1 if each of `turns` is a thought block followed by calls, and the last one has the form of `strict_format`; else 0.
-
-    DeepSeek-R1 calls no tools and defines the form of a single turn; this is our extension. Only the tags of calls are checked.
-
-    Args:
-        is_prefilled: the opening tag of each turn belongs to the prompt.
-    """
-    edge = "\n" if newlines else ""
-    for text in turns[:-1]:
-        opening = f"<{think_tag}>" if is_prefilled else ""
-        pattern = rf"<{think_tag}>{'' if opening else edge}.*?{edge}</{think_tag}>(?:\s*{_CALL})+"
-        said = opening + text.rstrip()
-        if [said.count(tag) for tag in _tags(think_tag)] != [1, 1, 0, 0] or not re.fullmatch(pattern, said, re.DOTALL):
-            return 0.0
-    last = turns[-1] if turns else ""
-    return strict_format(last, think_tag=think_tag, is_prefilled=is_prefilled, newlines=newlines)
-
-
-def tag_count(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> float:
-    """A quarter for each of the four tags that occurs exactly once; open-r1."""
-    text = f"<{think_tag}>{text}" if is_prefilled else text
-    return sum(text.count(tag) == 1 for tag in _tags(think_tag)) / 4
-
-
-def code_format(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> float:
-    """1 if the form is that of `strict_format` and the answer holds a fenced block of Python; open-r1."""
-    block = last_answer_block(text) or ""
-    has_code = re.search(r"^```python\n.*?^```", block.strip(), re.DOTALL | re.MULTILINE) is not None
-    return float(has_code and bool(strict_format(text, think_tag=think_tag, is_prefilled=is_prefilled, newlines=False)))
-
-
 def reasoning_steps(text: str) -> float:
     """A third for each sign of a step, at most 1: numbers, bullets, `First,`. open-r1; easily gamed, so only for reports."""
     return min(1.0, len(_STEPS.findall(text)) / _ENOUGH_STEPS)
 
 
-def _tags(think_tag: str) -> tuple[str, ...]:
-    return f"<{think_tag}>", f"</{think_tag}>", "<answer>", "</answer>"
-
-
 class FormatPart(RolloutPart):
-    """Form of the whole response, a thought and then an answer: 0 or 1."""
+    """Form of the whole response: 1 if it is a thought block followed by an answer block, else 0.
+
+    DeepSeek-R1 (arXiv 2501.12948) section 2.1. Each of the four tags must occur exactly once; open-r1's pattern accepts
+    repeated blocks.
+    """
 
     class Config(RolloutPart.Config):
         weight: PositiveWeight = 1.0
@@ -111,33 +60,67 @@ class FormatPart(RolloutPart):
     config: Config
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
-        return strict_format(written(trajectory), **self._tags, newlines=self.config.newlines)
+        return self.grade([turn.completion_text for turn in trajectory.turns])
 
-    @property
-    def _tags(self) -> dict[str, Any]:
-        return {"think_tag": self.config.think_tag, "is_prefilled": self.config.is_prefilled}
+    def grade(self, turns: Sequence[str]) -> float:
+        """The value of a response of these turns."""
+        return float(self.is_strict("".join(turns), newlines=self.config.newlines))
+
+    def is_strict(self, text: str, *, newlines: bool) -> bool:
+        """Whether `text` is a thought block and an answer block.
+
+        Args:
+            newlines: each tag must be on its own line, as in open-r1's pattern; otherwise any whitespace, or none, is allowed.
+        """
+        tag, text = self.config.think_tag, self.whole(text)
+        gap, edge = ("\n", "\n") if newlines else (r"\s*", "")  # .*? matches blanks too; another \\s* would backtrack
+        opening = f"<{tag}>{'' if self.config.is_prefilled else edge}"
+        pattern = rf"{opening}.*?{edge}</{tag}>{gap}<answer>{edge}.*?{edge}</answer>"
+        text = text.rstrip() if newlines else text.strip()
+        return self.counts(text) == [1, 1, 1, 1] and re.fullmatch(pattern, text, re.DOTALL) is not None
+
+    def whole(self, text: str) -> str:
+        """`text` with the opening tag that belongs to the prompt."""
+        return f"<{self.config.think_tag}>{text}" if self.config.is_prefilled else text
+
+    def counts(self, text: str) -> list[int]:
+        """How often each tag occurs: those of the thought, those of the answer."""
+        tag = self.config.think_tag
+        return [text.count(each) for each in (f"<{tag}>", f"</{tag}>", OPENING, CLOSING)]
 
 
 class TurnsFormatPart(FormatPart):
-    """Form of each turn: thoughts and calls, and in the last one a thought and an answer: 0 or 1."""
+    """Form of each turn: 1 if each is a thought block followed by calls, and the last one as `FormatPart` wants it; else 0.
 
-    async def score(self, task: Task, trajectory: Trajectory) -> float:
-        turns = [turn.completion_text for turn in trajectory.turns]
-        return turns_format(turns, **self._tags, newlines=self.config.newlines)
+    DeepSeek-R1 calls no tools and defines the form of a single turn; this is our extension. Only the tags of calls are checked.
+    If the prompt has the opening tag, it has that of each turn.
+    """
+
+    def grade(self, turns: Sequence[str]) -> float:
+        tag, edge = self.config.think_tag, "\n" if self.config.newlines else ""
+        pattern = rf"<{tag}>{'' if self.config.is_prefilled else edge}.*?{edge}</{tag}>(?:\s*{_CALL})+"
+        for text in turns[:-1]:
+            said = self.whole(text.rstrip())
+            if self.counts(said) != [1, 1, 0, 0] or not re.fullmatch(pattern, said, re.DOTALL):
+                return 0.0
+        return super().grade(turns[-1:])
 
 
 class TagCountPart(FormatPart):
-    """A quarter for each of the four tags that occurs exactly once."""
+    """A quarter for each of the four tags that occurs exactly once; open-r1."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> float:
-        return tag_count(written(trajectory), **self._tags)
+    def grade(self, turns: Sequence[str]) -> float:
+        return self.counts(self.whole("".join(turns))).count(1) / 4
 
 
 class CodeFormatPart(FormatPart):
-    """As `FormatPart`, with a fenced block of Python in the answer."""
+    """1 if the form is that of `FormatPart`, on any lines, and the answer holds a fenced block of Python; open-r1."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> float:
-        return code_format(written(trajectory), **self._tags)
+    def grade(self, turns: Sequence[str]) -> float:
+        text = "".join(turns)
+        block = last_answer_block(text) or ""
+        has_code = re.search(r"^```python\n.*?^```", block.strip(), re.DOTALL | re.MULTILINE) is not None
+        return float(has_code and self.is_strict(text, newlines=False))
 
 
 class CalledPart(RolloutPart):
