@@ -73,10 +73,10 @@ class Choice:
     """Stands in the annotation of a union of configs: the key `kind` of a table says which of them it is.
 
     Args:
-        default: the kind of a table that names none; "": it must.
+        default: the kind of a table that names none; None: it must.
     """
 
-    def __init__(self, default: str = "") -> None:
+    def __init__(self, default: str | None = None) -> None:
         self.default = default
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -89,7 +89,7 @@ class Choice:
         if not isinstance(value, Mapping):
             raise PydanticCustomError("no_table", "not a table", {"kinds": list(kinds)})
         kind = value.get("kind", self.default)
-        if not kind:
+        if kind is None:
             raise PydanticCustomError("no_kind", f"kind: required, but not set; one of {', '.join(kinds)}.")
         if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(f"kind: {kind!r} is not one of {', '.join(kinds)}.{did_you_mean(str(kind), kinds)}")

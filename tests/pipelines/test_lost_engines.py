@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripted_runs import RecordingEngine, Watching, make_recipe, run_recipe, untimed
-from strop.errors import ConfigError, EngineLost
+from strop.errors import ActorsLost, ConfigError, EngineLost
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop.ledger import read_rollouts
 from strop.stages.loop.rollouts import why_voids_bias
@@ -133,6 +133,20 @@ def test_engines_that_cannot_be_opened_end_the_run_at_once(tmp_path):
     with pytest.raises(EngineLost, match="did not start"):
         run_recipe(tmp_path / "run", make_engine=make_engine)
     assert not events(RunDirectory(tmp_path / "run"), "stage_restarted")
+
+
+@pytest.mark.usefixtures("on_a_cluster")
+def test_an_engine_whose_process_dies_while_it_starts_is_started_again(tmp_path):
+    killed = []
+
+    def make_engine(policy, **options):
+        if not killed:
+            killed.append("engine torch 0")
+            raise EngineLost("it ended during start") from ActorsLost("it ended during start")
+        return RecordingEngine(policy, **options)
+
+    run = run_recipe(tmp_path / "run", make_engine=make_engine).run
+    assert [each["stage"] for each in events(run, "stage_restarted")] == ["before"]
 
 
 @pytest.mark.usefixtures("on_a_cluster")

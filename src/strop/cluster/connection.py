@@ -28,6 +28,7 @@ LOGS = "Its logs are in /tmp/ray/session_latest/logs. Start again with the same 
 RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",  # else everybody who reaches a port runs programs
+    "RAY_worker_niceness": "0",  # else what it starts has to wait for all other programs of its node
     "RAY_memory_monitor_refresh_ms": "0",  # else it kills processes where memory is nearly full
     # A node that is cut off is lost after 10 s, not after a minute.
     "RAY_health_check_period_ms": "1000",

@@ -167,8 +167,8 @@ def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any]
 async def _run_placed(connection: Connection | None, context: StageContext, selected: Selected) -> None:
     """Run a stage, on the nodes of a cluster if there is one. After a loss it starts again from the last checkpoint.
 
-    A process of the trainer is such a loss; on a cluster also all engines, and what is lost while the stage starts. Engines
-    that could not be opened yet are none: they may never start.
+    A process of the trainer is such a loss; on a cluster also all engines, and what is lost while the stage starts. An engine
+    whose server did not start is none: it may never start.
     """
     losses = TrainerLost if connection is None else (TrainerLost, ActorsLost, EngineLost)
     num_in_vain, has_engines = 0, False
@@ -180,7 +180,7 @@ async def _run_placed(connection: Connection | None, context: StageContext, sele
         return engines
 
     while True:
-        if connection is not None:
+        if connection is not None and not context.directory.done.exists():
             await _place(connection, context)
         first = latest_step(context.directory)
         try:
@@ -189,7 +189,8 @@ async def _run_placed(connection: Connection | None, context: StageContext, sele
         except losses as error:
             now = latest_step(context.directory)
             num_in_vain = 1 if now > first else num_in_vain + 1
-            if num_in_vain > _MAX_IN_VAIN or not (has_engines or isinstance(error, TrainerLost)):
+            is_loss = has_engines or isinstance(error, TrainerLost) or isinstance(error.__cause__, ActorsLost)
+            if num_in_vain > _MAX_IN_VAIN or not is_loss:
                 raise
             context.event("stage_restarted", reason=str(error), from_step=now)
             context.warn(f"{str(error).removesuffix(RESUME).strip()} {context.name} starts again from step {now}.")

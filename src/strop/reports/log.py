@@ -290,7 +290,7 @@ def _losses(events: list[dict[str, Any]]) -> tuple[str, ...]:
     of = [str(event.get("process")) for event in events if event.get("event") == "process_lost"]
     found = {
         "node": counts["node_lost"],
-        "engine": counts["engine_lost"],
+        "engine": max(counts["engine_lost"], sum(process.startswith("engine ") for process in of)),  # also while it started
         "code service": sum(process.startswith("code service") for process in of),
         "trainer": max(of.count("the trainer"), counts["stage_restarted"]),  # without a cluster only the second is known
     }

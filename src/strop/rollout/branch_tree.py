@@ -211,7 +211,8 @@ class Forking:
 
     def begin(self, lease: Lease) -> None:
         """The try has its lease."""
-        self._tree.leases[self._key] = lease
+        if not self.is_displaced:  # else it is about to be cancelled
+            self._tree.leases[self._key] = lease
 
     def decide(self, lease: Lease, past: Past, entropies: Sequence[float], opened: Opened) -> None:
         """Request branches with `lease` at the end of `past`, and begin to fork the environment of `opened` for them.

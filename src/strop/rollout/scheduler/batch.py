@@ -344,7 +344,7 @@ class Lease:
 
     def close(self) -> None:
         """End the rollout and free its memory. Repeated calls do nothing."""
-        batch = self._batch
+        batch, self.num_unread = self._batch, 0
         if batch.leases.get(self.key) is self:
             batch.handle(batch.scheduler.ended, self.key)
             self.free_memory()

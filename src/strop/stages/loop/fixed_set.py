@@ -101,7 +101,7 @@ async def play_tasks(
     if num is None:
         raise TaskError(f"stages.{context.name}: its tasks have no end. Set num_tasks.")
     context.started(num, 0)
-    num_void = num_valid = 0
+    num_closed = num_void = num_valid = 0
     parts: list[Path] = []
     size = tasks_at_once or _TASKS_AT_ONCE
     weights = weights or weights_digest(model)
@@ -111,15 +111,17 @@ async def play_tasks(
             parts.append(context.directory.rollouts(number))  # one for each part, because a ledger is read whole on resume
             with player.ledger(parts[-1], weights) as ledger:
                 tasks = [(index, source.task(index)) for index in range(start, min(start + size, num))]
-                groups: list[Group] = []
+                waiting: dict[int, Group] = {}  # closed before one that comes before it
+                next_index = start
                 async for group in player.play(stage, tasks, ledger, num_rollouts=stage.k, seed=seed):
-                    groups.append(group)
-                    context.progress.step({}, start + len(groups))
+                    waiting[group.task_index] = group
+                    num_closed, num_void = num_closed + 1, num_void + group.num_void
+                    num_valid += len(group.trajectories)
+                    while next_index in waiting:
+                        yield waiting.pop(next_index)
+                        next_index += 1
+                    context.progress.step({}, num_closed)
             write_timeline(context, number, player.pool.last_batch)
-            for group in sorted(groups, key=lambda each: each.task_index):
-                num_void += group.num_void
-                num_valid += len(group.trajectories)
-                yield group
     for problem in await asyncio.to_thread(lambda: [*settle_rollouts(context.directory, upto=len(parts), keep=len(parts))]):
         context.warn(problem)
     if not num_void:
