@@ -47,6 +47,7 @@ def test_a_recipe_that_names_no_kind_means_the_embedded_engine():
     ("tree", "match"),
     [
         ({"kind": "vlm"}, r"engine\.kind: 'vlm' is not one of torch, vllm, sglang\. Did you mean 'vllm'\?"),
+        ({"kind": ""}, r"engine\.kind: '' is not one of torch, vllm, sglang\.$"),
         ({"slotz": 3}, r"^r\.toml: engine\.slotz: unknown key\. Did you mean 'slots'\?"),
         ({"kind": "vllm"}, "engine: engine needs either python"),
         ({"kv_mib": 64}, r'engine\.kv_mib: unknown key\. It is a key of engine\.kind = "vllm"; here that is "torch"\.'),
