@@ -291,7 +291,7 @@ def first_line(error: Exception) -> str:
 
 
 _connection: Connection | None = None
-_num_users = 0  # of it, or of one that is opened when it is needed
+_num_users = 0  # also before Ray is started, which waits for its first use
 _entering = threading.RLock()  # over these, and the start and end of Ray
 
 
@@ -447,6 +447,7 @@ def leave() -> None:
     """End the connection with its last user."""
     global _connection, _num_users
     with _entering:
+        assert _num_users > 0
         _num_users -= 1
         if _connection is not None and not _num_users:
             _connection.ray.shutdown()

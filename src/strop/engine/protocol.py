@@ -172,11 +172,13 @@ class SleepingEngine(Protocol):
 def in_parts(tensors: Iterable[NamedTensor], num_bytes: int) -> Iterator[list[NamedTensor]]:
     """Yield the tensors in lists, each of at least so many bytes, but for the last."""
     part: list[NamedTensor] = []
-    for named in tensors:
-        part.append(named)
-        if sum(tensor.nbytes for _, tensor in part) >= num_bytes:
+    num = 0
+    for name, tensor in tensors:
+        part.append((name, tensor))
+        num += tensor.nbytes
+        if num >= num_bytes:
             yield part
-            part = []
+            part, num = [], 0
     if part:
         yield part
 

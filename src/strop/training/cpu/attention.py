@@ -1,4 +1,4 @@
-"""Where the tokens of rows stand that are laid end to end, and attention over them.
+"""The layout of rows that are laid end to end, and attention over them.
 
 The layers of a model treat every token by itself, but for attention; so they may run over all tokens of a micro-batch as one
 long row. Attention then takes each row apart: its tokens attend to each other, and to those that it shares with rows before.
