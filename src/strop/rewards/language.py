@@ -135,14 +135,13 @@ def _sentences(text: str) -> str:
 def thoughts_of(turns: Sequence[str], *, think_tag: str = "think") -> str:
     """The closed thoughts of all turns. One may begin in a turn's prompt, and go on over a call into the next turn."""
     opening, closing = f"<{think_tag}>", f"</{think_tag}>"
-    closed = re.compile(rf"(?:\A|{opening})((?:(?!{opening}|{closing}).)*){closing}", re.DOTALL)
     found: list[str] = []
     is_open = ""  # what may belong to a thought that is not closed yet
     for turn in turns:
         text = is_open + turn
-        found += closed.findall(text)
-        _, has_closed, rest = text.rpartition(closing)
-        is_open = "".join(rest.partition(opening)[1:]) if has_closed else text
+        *closed, rest = text.split(closing)
+        found += [part.rpartition(opening)[2] for number, part in enumerate(closed) if number == 0 or opening in part]
+        is_open = "".join(rest.partition(opening)[1:]) if closed else text
     return "\n".join(found)
 
 
