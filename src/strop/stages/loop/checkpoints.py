@@ -82,8 +82,8 @@ class HeldOutConfig(Config):
 
 
 def latest_step(directory: StageDirectory) -> int:
-    """The step of the last checkpoint; 0 without one. Half-written checkpoints are removed."""
-    _remove_half_written(directory)
+    """The step of the last whole checkpoint; 0 without one."""
+    restore_directories(directory.checkpoints)
     return max(_steps(directory), default=0)
 
 
