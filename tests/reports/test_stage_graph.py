@@ -2,7 +2,7 @@
 
 import pytest
 
-from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
+from strop.reports.log import Evaluation, RunLog, StageLog, StageState, _losses, read_run
 from strop.reports.page import stages_table, write_report
 from strop.reports.panels import across, stages_in_sequence
 from strop.run_directory import LineWriter, RunDirectory, write_json
@@ -188,3 +188,9 @@ def test_a_page_shows_the_stages_of_a_run_as_its_directory_has_it(run):
     assert "1 step, 6 core hours, 3 GPU hours; on 10.0.0.1: 8 trainer ranks; on 10.0.0.2: 2 engines" in page
     assert "2 steps, trainer 20%, engines 45%, 1.5 tool calls at once" in page
     assert "Lost, and started again or done without: 1 node, 2 engines, 1 code service, 1 trainer." in page
+
+
+def test_a_trainer_that_was_lost_without_a_cluster_is_counted_by_the_restart_of_its_stage():
+    assert _losses([{"event": "stage_restarted"}]) == ("1 trainer",)
+    engines = [{"event": "process_lost", "process": "engine torch 0"}, {"event": "stage_restarted"}]
+    assert _losses(engines) == ("1 engine",)

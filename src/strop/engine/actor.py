@@ -205,13 +205,13 @@ class _HostedEngine:
             return await self._engine.complete(request)
 
     async def begin(self, request: CompletionRequest, number: int, num_probed: int) -> tuple[float, ...]:
-        """Begin a completion, of which `result` returns the rest. Return its first entropies; () if it has ended without."""
-        told: asyncio.Future[tuple[float, ...]] = asyncio.get_running_loop().create_future()
-        probe = Probe(num_tokens=num_probed, tell=told.set_result)
+        """Begin a completion, of which `result` returns the rest. Return its first entropies; () if it ended before them."""
+        probed: asyncio.Future[tuple[float, ...]] = asyncio.get_running_loop().create_future()
+        probe = Probe(num_tokens=num_probed, tell=probed.set_result)
         running = self._begun[number] = asyncio.create_task(self.complete(replace(request, probe=probe)))
-        either: set[asyncio.Future[Any]] = {told, running}
+        either: set[asyncio.Future[Any]] = {probed, running}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return told.result() if told.done() else ()
+        return probed.result() if probed.done() else ()
 
     async def result(self, number: int) -> Completion:
         return await self._begun.pop(number)

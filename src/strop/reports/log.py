@@ -292,7 +292,7 @@ def _losses(events: list[dict[str, Any]]) -> tuple[str, ...]:
         "node": counts["node_lost"],
         "engine": max(counts["engine_lost"], sum(process.startswith("engine ") for process in of)),  # also while it started
         "code service": sum(process.startswith("code service") for process in of),
-        "trainer": max(of.count("the trainer"), counts["stage_restarted"]),  # without a cluster only the second is known
+        "trainer": of.count("the trainer") if of else counts["stage_restarted"],  # only a cluster names processes
     }
     return tuple(counted(num, what) for what, num in found.items() if num)
 
