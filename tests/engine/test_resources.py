@@ -54,6 +54,36 @@ def test_a_process_that_trains_keeps_it():
     assert given_back_mib("kept") < 50
 
 
+# What one thread has freed, another takes: 800 MB in blocks that come from a heap, under one that stays.
+_TWO_THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import strop
+import torch
+
+def resident_mib():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) // 1024
+
+def ones():
+    return [torch.ones(2**20) for _ in range(200)]
+
+with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+    first.submit(lambda: torch.ones(2**22)).result()  # 16 MiB, freed at once: from here on smaller blocks come from the heap
+    kept = first.submit(lambda: ones()[-1]).result()
+    before = resident_mib()
+    blocks = second.submit(ones).result()
+    print(resident_mib() - before)
+"""
+
+
+@_needs_glibc
+def test_threads_share_one_heap():
+    program = [sys.executable, "-c", _TWO_THREADS]
+    assert int(subprocess.run(program, capture_output=True, text=True, check=True).stdout) < 300  # of 800
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()

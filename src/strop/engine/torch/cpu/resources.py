@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _is_kept = False
 
 
@@ -27,13 +27,10 @@ def give_back_freed_memory() -> None:
 def keep_freed_memory(is_kept: bool) -> None:
     """Set whether freed memory stays in the process, so that the next update of a trainer can use it again.
 
-    Otherwise the system maps each page again after each publication: 5 to 8 s of an update of 38 s. Threads that start later
-    share one heap, so that one thread can use what another has freed.
+    Otherwise the system maps each page again after each publication: 5 to 8 s of an update of 38 s.
     """
     global _is_kept
     _is_kept = is_kept
-    if is_kept:
-        _set(_M_ARENA_MAX, 1)
 
 
 def keep_little_freed_memory() -> None:
