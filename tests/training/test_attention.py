@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.errors import ModelError
-from strop.training.batch import microbatches, shared_lengths
-from strop.training.cpu.attention import (
+from strop.training.attention import (
     ATTENTION,
     _attend_rows,
     _Reads,
@@ -26,6 +25,7 @@ from strop.training.cpu.attention import (
     row_attention,
     use_row_attention,
 )
+from strop.training.batch import microbatches, shared_lengths
 from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, load_model
 
@@ -265,7 +265,7 @@ def test_a_layer_that_is_computed_again_takes_the_attention_that_was_kept():
 _GROWTH = """
 import ctypes, random
 import torch
-from strop.training.cpu.attention import lay_out, row_attention
+from strop.training.attention import lay_out, row_attention
 
 class Heap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keep".split()]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from strop.engine.torch.cpu import compiled
+from strop.training.attention import _Reads, attention_kernels, lay_out
 from strop.training.cpu import kernels as kernels_module
-from strop.training.cpu.attention import _Reads, attention_kernels, lay_out
 from strop.training.cpu.kernels import Read, Waves
 from strop.training.cpu.lean_layers import elementwise_kernels, gated, rms_norm
 from strop.training.logprobs import head_logprobs
@@ -113,7 +113,7 @@ def test_a_compiler_without_amx_makes_the_functions_without_it(monkeypatch, tmp_
 
 def test_rows_of_many_tiles_whose_scores_are_far_apart(kernels, dtype, monkeypatch):
     """A later tile with larger scores outweighs the ones before it; shared reads come last."""
-    monkeypatch.setattr("strop.training.cpu.attention._LONG", 1024)
+    monkeypatch.setattr("strop.training.attention._LONG", 1024)
     layout = lay_out(*rows_of([700, 650, 651], [0, 600, 640]))
     assert layout.waves.starts.tolist() == [0, 3, 4, 5]
     query, key, value, to_outputs = some_heads(dtype, layout.ids.shape[1], 2, 1, 64)

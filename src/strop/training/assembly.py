@@ -12,9 +12,9 @@ from torch import nn
 from strop.engine.torch.cpu.resources import keep_freed_memory
 from strop.errors import ModelError
 from strop.rewards.reward_model import has_reward_head, head_of, load_reward_model
+from strop.training.attention import use_row_attention
 from strop.training.batch import World
 from strop.training.config import TrainerConfig
-from strop.training.cpu.attention import use_row_attention
 from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.engine.torch.cpu.products import beats_mkl, multiply, multiply_into
-from strop.training.cpu.attention import UNIT, lay_out
+from strop.training.attention import UNIT, lay_out
 from strop.training.cpu.kernels import Kernels, compiled
 from strop.training.weights import embed, gradient_sum
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.engine.model_directory import shapes_of
 from strop.errors import ModelError
+from strop.training.attention import keep_attention, use_row_attention
 from strop.training.batch import MIN_SHARED
-from strop.training.cpu.attention import keep_attention, use_row_attention
 from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import LogprobModule
 from strop.training.weights import layers_of
