@@ -33,7 +33,7 @@ from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
 from strop.sandbox.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, SessionLimits, VerifyRequest
-from strop.sandbox.session import Session
+from strop.sandbox.sandbox import Session
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-sandbox-soak"

@@ -101,7 +101,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object.")] = False,
 ) -> None:
     """Run one program and print what a policy would see. Exits as the program did; 124 on timeout, 137 if it was killed."""
-    from strop.sandbox.session import Sandbox
+    from strop.sandbox.sandbox import Sandbox
 
     if url is not None and level is not None:
         raise UserError(f"--level is for this machine; the service at {url} has its own. Ask for enough with --min-level.")

@@ -16,8 +16,8 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
 )
+from strop.sandbox.sandbox import Sandbox, SandboxSession, Session
 from strop.sandbox.scripted import ScriptedSandbox, scripted_result
-from strop.sandbox.session import Sandbox, SandboxSession, Session
 
 __all__ = [
     "AnswerPair",

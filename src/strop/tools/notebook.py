@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from strop.deadline import clock_stopped
 from strop.errors import SessionLost
 from strop.sandbox.protocol import CodeService, RunOutcome, RunRequest, RunResult, SessionLimits
-from strop.sandbox.session import Session
+from strop.sandbox.sandbox import Session
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.python import PythonTool
 

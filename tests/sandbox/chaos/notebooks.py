@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from strop.errors import MachineError, SessionLost
 from strop.sandbox.client import SandboxClient
 from strop.sandbox.protocol import RunOutcome, RunRequest, SessionLimits
-from strop.sandbox.session import Session
+from strop.sandbox.sandbox import Session
 
 _LEASE_S = 10.0  # of one whose name was lost on the way
 _MAX_CELLS = 40
