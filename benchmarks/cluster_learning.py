@@ -18,7 +18,7 @@ from pathlib import Path
 
 from result_file import write_result
 
-from strop.cluster.connection import RAY_ENVIRONMENT
+from strop.cluster.ray_setup import RAY_ENVIRONMENT
 from strop.cluster.start import LocalCluster
 from strop.run_directory import RunDirectory, read_json, read_lines
 

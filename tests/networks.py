@@ -16,7 +16,7 @@ from typing import Self
 
 import pytest
 
-from strop.cluster.connection import RAY_ENVIRONMENT
+from strop.cluster.ray_setup import RAY_ENVIRONMENT
 from strop.cluster.start import LocalNode
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from statistics import median
 import pytest
 
 from networks import Machines
-from strop.cluster.connection import RAY_ENVIRONMENT
+from strop.cluster.ray_setup import RAY_ENVIRONMENT
 from strop.cluster.start import LocalCluster
 from strop.errors import MachineError
 

@@ -14,15 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from strop.cluster.connection import (
-    Connection,
-    _check_listens,
-    nodes_that_do_not_see,
-    take_engine_nodes,
-    unlike_nodes,
-    versions,
-)
+from strop.cluster.connection import Connection, take_engine_nodes
+from strop.cluster.node_checks import nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node, Placement, Roles, place
+from strop.cluster.ray_setup import _check_listens
 from strop.errors import ActorsLost, EngineLost, UserError
 from strop.pipeline.plan import roles_of
 from strop.pipeline.run import _place

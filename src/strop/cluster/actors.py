@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from strop.cluster.actor_process import THREADS, AsyncHost, Fault, Host, end_processes, not_running, state_of
-from strop.cluster.connection import LOGS, Connection, enter, first_line, leave
+from strop.cluster.connection import Connection, enter, leave
 from strop.cluster.placement import Node
+from strop.cluster.ray_setup import LOGS, first_line
 from strop.errors import ActorsFailed, ActorsLost, StropError, UserError
 
 _PING_S = 0.8

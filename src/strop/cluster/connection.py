@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.util
 import logging
 import os
 import pickle
-import secrets
-import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -18,39 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from strop.cluster.node_checks import nodes_that_do_not_see, unlike_nodes
 from strop.cluster.placement import ClusterConfig, Node, Placement, Roles, place
+from strop.cluster.ray_setup import RAY_ENVIRONMENT, check_installed, first_line, start_or_join
 from strop.errors import ActorsLost, EngineLost, MachineError, StropError, UserError
-from strop.run_directory import file_digests, writing_to
 
 _ResultT = TypeVar("_ResultT")
 
-LOGS = "Its logs are in /tmp/ray/session_latest/logs. Start again with the same command."
-RAY_ENVIRONMENT: Mapping[str, str] = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",  # else everybody who reaches a port runs programs
-    "RAY_worker_niceness": "0",  # else what it starts has to wait for all other programs of its node
-    "RAY_memory_monitor_refresh_ms": "0",  # else it kills processes where memory is nearly full
-    # A node that is cut off is lost after 10 s, not after a minute.
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""Variables of `ray start` on every node, and of the program that uses the cluster."""
-
-_HTTP2_SETTINGS = b"\x04"  # of a frame, what stands after its length
-_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)  # RFC 9113, section 3.4
 _ANSWER_S = 30.0  # of an agent that has something to do
 _COPY_S = 600.0  # of a file: a gigabyte over a slow network, to many nodes at once
 _NUM_LOOKS, _LOOK_S = 7, 0.5  # for the answer of an agent that is only asked how it is
-_CONNECT_S = 3.5
 _START_S = 60.0
 _FREE_S = 10.0  # until Ray knows that GPUs are free
-
-
-def check_installed(key: str, *, instead: str = "") -> None:
-    """Raises `UserError` if Ray, which `key` of the recipe needs, is not installed. Does not import it."""
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(f"{key} needs Ray, which is not installed. Install it with: pip install 'strop[cluster]'.{instead}")
 
 
 class _Agent:
@@ -286,10 +260,6 @@ def ignore(event: str, **fields: Any) -> None:
     """Note nothing."""
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
-
-
 _connection: Connection | None = None
 _num_users = 0  # also before Ray is started, which waits for its first use
 _entering = threading.RLock()  # over these, and the start and end of Ray
@@ -339,33 +309,10 @@ def enter(key: str, config: ClusterConfig | None = None, directory: Path | None 
     logging.getLogger("ray").setLevel(logging.ERROR)
     with _entering:
         if _connection is None:
-            _start(ray, key, config)
+            start_or_join(ray, key, config)
             _connection = Connection(ray, directory)
         _num_users += 1
         return _connection
-
-
-def _start(ray: Any, key: str, config: ClusterConfig | None) -> None:
-    if ray.is_initialized():
-        raise UserError(f"{key}: this program has called ray.init. Leave that to strop.")
-    on_termination = signal.getsignal(signal.SIGTERM)
-    quietly = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
-    if config is None:
-        try:
-            ray.init("local", include_dashboard=False, **quietly)
-        except Exception as error:  # of many classes: whatever keeps it from starting
-            raise ActorsLost(f"{key}: Ray did not start: {first_line(error)}. {LOGS}") from error
-    else:
-        try:
-            _check_listens(config.address)  # else Ray tries for minutes
-            ray.init(config.address, **quietly)
-        except Exception as error:
-            raise UserError(
-                f"cluster.address: no Ray cluster at {config.address!r}: {first_line(error)}. Start one with `ray start` on"
-                " each node, or with `strop cluster up --local 2` on this machine."
-            ) from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
 
 
 def run_on(node: Node | None, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
@@ -415,29 +362,6 @@ def take_engine_nodes(num: int) -> list[tuple[Node, int, tuple[int, ...]]] | Non
     return taken
 
 
-def free_port() -> int:
-    """Return a port of this machine at which nothing listens."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
-def _check_listens(address: str) -> None:
-    """Raises `OSError` or `ValueError` if nothing that may be Ray listens at host:port."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError("it is not host:port, nor auto")
-    with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as connection:
-        if os.environ.get("RAY_USE_TLS") == "1":
-            return
-        connection.sendall(_HTTP2_GREETING)
-        if connection.recv(4)[3:] != _HTTP2_SETTINGS:
-            raise ValueError("something else listens there")
-
-
 def placed() -> Placement | None:
     """Return where the processes of the running stage go, or None if only this machine is used."""
     return None if _connection is None else _connection.placement
@@ -452,52 +376,3 @@ def leave() -> None:
         if _connection is not None and not _num_users:
             _connection.ray.shutdown()
             _connection = None
-
-
-def versions() -> dict[str, str]:
-    """Return what must be the same on all nodes."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"Python": platform.python_version()}
-    for name in ("strop", "torch", "transformers", "ray"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    digest = hashlib.sha256("".join(file_digests(sorted(Path(__file__).parents[1].rglob("*.py"))).values()).encode())
-    return {**found, "strop": f"{found.get('strop')} ({digest.hexdigest()[:8]})"}  # one version covers many commits
-
-
-def unlike_nodes(connection: Connection) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with each node that has other versions than this one, and the remedy."""
-    here = versions()
-    for node in connection.nodes():
-        there = connection.run(node, versions, timeout_s=_START_S)
-        other = [
-            f"{name} {there[name]} instead of {version}" if name in there else f"no {name}"
-            for name, version in here.items()
-            if there.get(name) != version
-        ]
-        if other:
-            yield f"node {node} has {', '.join(other)}.", f"Install the same versions on {node}."
-
-
-def nodes_that_do_not_see(connection: Connection, directory: Path) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with each node that does not share the absolute `directory`, and the remedy. It need not exist."""
-    token, above = secrets.token_hex(8), next(each for each in (directory, *directory.parents) if each.is_dir())
-    mark = above / f".seen-{token}"
-    with writing_to(directory):
-        mark.write_text(token)
-    try:
-        for node in connection.nodes():
-            if connection.run(node, _read_or_none, mark) != token:
-                remedy = f"Mount it on {node} at the same path, or name one that all nodes share with --runs."
-                yield f"node {node} does not see {directory}.", remedy
-    finally:
-        mark.unlink()
-
-
-def _read_or_none(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None

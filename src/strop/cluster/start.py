@@ -19,7 +19,7 @@ from typing import Self
 
 from jinja2 import Template
 
-from strop.cluster.connection import RAY_ENVIRONMENT, check_installed, free_port
+from strop.cluster.ray_setup import RAY_ENVIRONMENT, check_installed, free_port
 from strop.errors import MachineError
 
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from strop.cluster.connection import Connection, connected, nodes_that_do_not_see, unlike_nodes, versions
+from strop.cluster.connection import Connection, connected
+from strop.cluster.node_checks import nodes_that_do_not_see, unlike_nodes, versions
 from strop.cluster.placement import Node
 from strop.doctor.finding import Diagnosis, Finding
 from strop.errors import StropError, UserError

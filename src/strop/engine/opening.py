@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx2
 
-from strop.cluster.connection import check_installed, take_engine_nodes
+from strop.cluster.connection import take_engine_nodes
 from strop.cluster.placement import Node
+from strop.cluster.ray_setup import check_installed
 from strop.engine.config import EngineChoice, EngineConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.engine.protocol import InferenceEngine

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from strop.cluster.connection import check_installed
+from strop.cluster.ray_setup import check_installed
 from strop.engine.config import AnyEngine, EngineChoice, EngineConfig, ServerConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter, check_processes
 from strop.engine.protocol import InferenceEngine
