@@ -3,9 +3,10 @@
     make bench-busy
 
 Trains the demo's first stages once, then runs its RL stage on two cores with 0, 1 and 2 other processes that each keep a core
-busy. An arm is a spin count of libgomp: strop's own (`GOMP_SPINCOUNT` as `import strop` sets it) and libgomp's default. Each
-round starts a run for each arm in turn and measures every number of neighbours in it, so that a slow phase of the machine
-touches all of them. A ratio compares values of one round; the median over the rounds counts.
+busy. An arm is a spin count of libgomp: strop's own (`GOMP_SPINCOUNT` as `import strop` sets it), and libgomp's default without
+neighbours, next to which a step takes minutes. Each round starts a run for each arm in turn and measures every number of
+neighbours in it, so that a slow phase of the machine touches all of them. A ratio compares values of one round; the median over
+the rounds counts.
 Writes results/busy.{json,txt}.
 """
 
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def num_tokens_of(step: Mapping[str, Any]) -> float:
     return float(step["rollout/tokens_per_s"] * step["time/rollout_s"])
 
 
-def measure_round(prepared: Path, spin_count: str | None, window_s: float) -> dict[int, float]:
+def measure_round(prepared: Path, spin_count: str | None, neighbours: Sequence[int], window_s: float) -> dict[int, float]:
     """Return tokens per second by number of neighbours, of one run."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     if spin_count is not None:
@@ -125,7 +126,7 @@ def measure_round(prepared: Path, spin_count: str | None, window_s: float) -> di
         metrics = runs / "demo" / "metrics.jsonl"
         with running(command(runs, "rl"), environment) as process:
             wait_for(metrics, 1, process)
-            return {number: tokens_per_s(metrics, number, window_s, process) for number in NEIGHBOURS}
+            return {number: tokens_per_s(metrics, number, window_s, process) for number in neighbours}
 
 
 def ratios_of(arms: Mapping[str, list[dict[int, float]]]) -> dict[str, float]:
@@ -145,7 +146,7 @@ def ratios_of(arms: Mapping[str, list[dict[int, float]]]) -> dict[str, float]:
 def table(figures: Mapping[str, Any]) -> str:
     lines = [f"{'tokens/s, median of rounds':<28}" + "".join(f"{number} busy".rjust(10) for number in NEIGHBOURS)]
     for name, rounds in figures["arms"].items():
-        medians = (statistics.median(each[number] for each in rounds) for number in NEIGHBOURS)
+        medians = (statistics.median(each[number] for each in rounds) for number in rounds[0])
         lines.append(f"{name:<28}" + "".join(f"{value:10.0f}" for value in medians))
     for name, bar in figures["bars"].items():
         verdict = "holds" if bar["holds"] else "DOES NOT HOLD"
@@ -162,14 +163,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # inherited by all that this starts
-    counts = {"strop": arguments.spin_count, "libgomp": LIBGOMP_DEFAULT}
-    arms: dict[str, list[dict[int, float]]] = {name: [] for name in counts}
+    given = {"strop": (arguments.spin_count, NEIGHBOURS), "libgomp": (LIBGOMP_DEFAULT, NEIGHBOURS[:1])}
+    arms: dict[str, list[dict[int, float]]] = {name: [] for name in given}
     with tempfile.TemporaryDirectory(prefix="strop-busy-") as scratch:
         prepared = Path(scratch)
         subprocess.run(command(prepared, "before"), cwd=ROOT, check=True)
         for number in range(arguments.rounds):
-            for name, count in counts.items():
-                arms[name].append(measure_round(prepared, count, arguments.window_s))
+            for name, (count, neighbours) in given.items():
+                arms[name].append(measure_round(prepared, count, neighbours, arguments.window_s))
                 print(f"round {number + 1}, {name}: {arms[name][-1]}", flush=True)
     bars = {
         name: {"value": round(value, 3), "bar": f">= {BARS[name]}", "holds": value >= BARS[name]}
