@@ -312,6 +312,19 @@ def test_a_node_with_other_files_of_strop_or_without_a_package_is_named():
     assert remedy == "Install the same versions on 10.0.0.1."
 
 
+def test_a_node_whose_strop_cannot_say_its_version_is_named():
+    class Nodes:
+        def nodes(self):
+            return nodes(0, 0)
+
+        def run(self, node, function, **_):
+            if node.id == "1":
+                raise ModuleNotFoundError("No module named 'strop.cluster.node_checks'")
+            return function()
+
+    assert list(unlike_nodes(Nodes())) == [("node 10.0.0.1 has another strop.", "Install the same versions on 10.0.0.1.")]
+
+
 def test_without_gpus_the_load_is_spread():
     found = place(nodes(0, 0, 0), Roles(ranks=2, trainer_nodes=2, engines=2, sandboxes=2))
     assert ids(found.sandboxes) == ["2", "1"]
