@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
-# glibc gives threads heaps of their own, and what one has freed no other can use: a trainer and an engine in one process held
-# 0.8 GB more. Only before threads start do all of them share one heap.
+# glibc gives threads heaps of their own, and what one has freed no other can use: a float32 step of SmolLM2-135M, trainer and
+# engine in one process, took 5073 MiB instead of 4400. Threads that run already keep their heaps.
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 if "MALLOC_ARENA_MAX" not in os.environ and sys.platform == "linux":
     getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)(_M_ARENA_MAX, 1)
