@@ -4,9 +4,9 @@
 
 Trains the demo's first stages once, then runs its RL stage on two cores with 0, 1 and 2 other processes that each keep a core
 busy. An arm is a spin count of libgomp: strop's own (`GOMP_SPINCOUNT` as `import strop` sets it), and libgomp's default without
-neighbours, next to which a step takes minutes. Each round starts a run for each arm in turn and measures every number of
-neighbours in it, so that a slow phase of the machine touches all of them. A ratio compares values of one round; the median over
-the rounds counts.
+neighbours, as a step takes minutes with them. Each round starts a run for each arm in turn and measures every number of its
+neighbours, so that a slow phase of the machine touches all of them. A ratio compares values of one round; the median over the
+rounds counts.
 Writes results/busy.{json,txt}.
 """
 
