@@ -136,9 +136,8 @@ def _report(console: Console, ours: Worker, theirs: Worker, flops: list[float], 
         table.add_row(one.setting, f"{seconds:.1f}", f"{num_tokens / seconds:.0f}", f"{one.peak_mib:.0f}")
     console.print(table)
     console.print(f"Of our steps, rollouts took {', '.join(f'{each:.1f}' for each in rollout_s)} s.")
-    # Sampling multiplies by every weight once, an update three times, and the head once more in its backward pass; prompts
-    # are left out, so the limit is a little low.
-    limit_s = num_tokens * (8 * NUM_WEIGHTS_BODY + 10 * NUM_WEIGHTS_HEAD) / statistics.median(flops)
+    # Sampling multiplies by every weight once, an update three times; prompts are left out, so the limit is a little low.
+    limit_s = num_tokens * 8 * (NUM_WEIGHTS_BODY + NUM_WEIGHTS_HEAD) / statistics.median(flops)
     share = limit_s / statistics.median(rounds[0])
     console.print(f"Products alone would take {limit_s:.1f} s: our step is at {share:.2f} of what they allow.")
     speed = statistics.median(ratios)

@@ -82,7 +82,7 @@ async def main() -> None:
     config = TrainerConfig(
         precision=precision,  # type: ignore[arg-type]
         max_tokens_per_microbatch=max_tokens,
-        max_logits=2**27 if precision == "bfloat16" else 2**25,  # in float32 a micro-batch of 1024 tokens has no more
+        max_logits=2**27 if precision == "bfloat16" else 2**25,  # those of two groups; else the default
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
     trainer, method = Trainer.from_directory(model, config), GRPO()
