@@ -82,7 +82,7 @@ async def main() -> None:
     config = TrainerConfig(
         precision=precision,  # type: ignore[arg-type]
         max_tokens_per_microbatch=max_tokens,
-        max_logits=2**27 if precision == "bfloat16" else 2**25,  # those of two groups; else the default
+        max_logits=2**27 if precision == "bfloat16" else 2**25,  # all of two groups; in float32 the default
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
     trainer, method = Trainer.from_directory(model, config), GRPO()
