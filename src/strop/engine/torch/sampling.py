@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strop.engine.protocol import NUM_LIKELIEST, Entropies, Truncation
+from strop.engine.torch.cpu.kernels import draw_kernels
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-DRAWN_AT_ONCE = 8  # rows, and on a CPU as many as have so many logits
-_LOGITS_AT_ONCE = 2**18
+DRAWN_AT_ONCE = 8  # rows: on a GPU sums may depend on their number
 _BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 
 
@@ -69,10 +69,13 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor |
         (3, N) float64, which holds exactly the ids, their log-probs and the entropies of the whole distribution, both in nats
         and float32: one transfer from a device instead of three.
     """
+    if (kernels := draw_kernels(logits)) is not None:
+        if banned is not None:
+            logits = logits.masked_fill(banned, -torch.inf)
+        return kernels.draw(logits.contiguous(), temperatures, uniform)
     columns = [logits, temperatures, uniform, *([] if banned is None else [banned])]
-    is_on_cpu = logits.device.type == "cpu"  # elsewhere sums may depend on the number of rows
-    rows = max(DRAWN_AT_ONCE, _LOGITS_AT_ONCE // logits.shape[1]) if is_on_cpu else DRAWN_AT_ONCE
-    parts = [_draw_some(*some) for some in zip(*(torch.split(column, rows) for column in columns), strict=True)]
+    some_rows = zip(*(torch.split(column, DRAWN_AT_ONCE) for column in columns), strict=True)
+    parts = [_draw_some(*some) for some in some_rows]
     return torch.stack([torch.cat(drawn).double() for drawn in zip(*parts, strict=True)])
 
 

@@ -215,8 +215,6 @@ static void pair_rows(const bf16 *from, int64_t stride, int64_t num_rows, int64_
         }
 }
 
-INLINE __mmask16 lanes_below(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
-
 /* Weights of a row of scores, in bfloat16 up to a multiple of 32; its largest score and the sum of weights go on in `top` and
    `total`. Returns what earlier sums are to be multiplied with. */
 INLINE float weigh(const float *scores, int64_t num_seen, int64_t num_all, float scale, float *top, float *total, bf16 *weights) {
@@ -481,11 +479,8 @@ void strop_head(int64_t num_threads, int64_t num_rows, int64_t num_logits, const
         const __m512 e = _mm512_maskz_mov_ps(rest, exponential(x));
         const float sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), e));
         const float dot = _mm512_reduce_add_ps(_mm512_fmadd_ps(x, e, _mm512_add_ps(dots[0], dots[1])));
-        const uint32_t target = (uint32_t)of[targets[row]] << 16;
-        float logit;
-        memcpy(&logit, &target, 4);
         normalizers[row] = top / temperature + logf(sum);
-        logprobs[row] = (logit - top) / temperature - logf(sum);
+        logprobs[row] = (single(of[targets[row]]) - top) / temperature - logf(sum);
         const float entropy = logf(sum) - dot / sum;
         entropies[row] = entropy < 0.0f ? 0.0f : entropy; /* nan stays nan */
     }

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #define LANES 16  /* float32 in a register */
 #define PAIRED 32 /* bfloat16 in a register */
@@ -22,6 +23,15 @@ INLINE __m512 rounded(__m512 x) { return widened(narrowed(x)); }
 INLINE __m512 load(const bf16 *from) { return widened(_mm256_loadu_si256((const __m256i *)from)); }
 
 INLINE void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, narrowed(x)); }
+
+INLINE __mmask16 lanes_below(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
+
+INLINE float single(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
 
 INLINE __m512bh load_pairs(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
 

@@ -4,6 +4,7 @@
    query, its own columns and their number: not on the other tokens of a step, nor on which thread computes it. */
 
 #include "avx512.h"
+#include "draw.h"
 
 #define TILE 128  /* columns between two looks at the largest score */
 #define MAX_GROUP 16 /* query heads that share a key head */
@@ -227,5 +228,58 @@ void strop_place(int64_t num_threads, int64_t num_tokens, int64_t num_heads, int
                 _mm512_storeu_si512(values + place + i, _mm512_loadu_si512(value + head * dim + i));
             }
         }
+    }
+}
+
+/* LANES logits of a row, of which `left` are there: less its largest one, over the temperature, in `scaled`; and their exponentials.
+   Both are 0 where the exponential is too small to be drawn. */
+INLINE __m512 exponentials(const bf16 *logits, int64_t left, __m512 top, __m512 factor, __m512 *scaled) {
+    const __mmask16 real = lanes_below(left);
+    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(widened(_mm256_maskz_loadu_epi16(real, logits)), top), factor);
+    const __mmask16 counts = _mm512_mask_cmp_ps_mask(real, x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ); /* nan counts */
+    *scaled = _mm512_maskz_mov_ps(counts, x);
+    return _mm512_maskz_mov_ps(counts, exponential(x));
+}
+
+/* drawn (3, rows): of each row of logits the id at which the cumulative probability passes the row's uniform number, or the likeliest
+   one at temperature 0; its log-prob; and the entropy. */
+void strop_draw(int64_t num_threads, int64_t num_rows, int64_t num_logits, const bf16 *logits, const float *temperatures,
+                const double *uniforms, double *drawn) {
+    const int64_t num_blocks = (num_logits + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16 *of = logits + row * num_logits;
+        const int is_greedy = temperatures[row] == 0.0f;
+        const float factor = is_greedy ? 1.0f : 1.0f / temperatures[row];
+        __m512 largest = _mm512_set1_ps(-INFINITY), dots = _mm512_setzero_ps(), scaled;
+        for (int64_t i = 0; i < num_logits; i += LANES) {
+            const __mmask16 real = lanes_below(num_logits - i);
+            largest = _mm512_mask_max_ps(largest, real, largest, widened(_mm256_maskz_loadu_epi16(real, of + i)));
+        }
+        const float top = _mm512_reduce_max_ps(largest);
+        float sums[num_blocks], parts[BLOCK] __attribute__((aligned(64)));
+        double total = 0.0, before = 0.0;
+        for (int64_t block = 0; block < num_blocks; block++) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t i = block * BLOCK; i < num_logits && i < (block + 1) * BLOCK; i += LANES) {
+                const __m512 e = exponentials(of + i, num_logits - i, _mm512_set1_ps(top), _mm512_set1_ps(factor), &scaled);
+                sum = _mm512_add_ps(sum, e), dots = _mm512_fmadd_ps(scaled, e, dots);
+            }
+            total += sums[block] = _mm512_reduce_add_ps(sum);
+        }
+        int64_t id = 0;
+        if (is_greedy)
+            while (id < num_logits - 1 && single(of[id]) != top) id++;
+        else {
+            const double threshold = uniforms[row] * total;
+            const int64_t start = BLOCK * passed_at(threshold, sums, num_blocks, &before), left = num_logits - start < BLOCK ? num_logits - start : BLOCK;
+            for (int64_t i = 0; i < left; i += LANES)
+                _mm512_store_ps(parts + i, exponentials(of + start + i, left - i, _mm512_set1_ps(top), _mm512_set1_ps(factor), &scaled));
+            id = start + passed_within(threshold - before, parts, left);
+        }
+        const float log_total = logf((float)total), entropy = log_total - _mm512_reduce_add_ps(dots) / (float)total;
+        drawn[row] = (double)id;
+        drawn[num_rows + row] = (single(of[id]) - top) * factor - log_total;
+        drawn[2 * num_rows + row] = entropy < 0.0f ? 0.0f : entropy; /* nan stays nan */
     }
 }

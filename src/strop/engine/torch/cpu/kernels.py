@@ -1,5 +1,5 @@
-"""Attention, norms and the KV cache of a decode step in C, where this machine has a C compiler and, for the model's precision,
-AVX-512 BF16 (bfloat16) or AVX2 (float32).
+"""Attention, norms, the KV cache and the draw of a decode step in C, where this machine has a C compiler and, for the model's
+precision, AVX-512 BF16 (bfloat16) or AVX2 (float32).
 
 torch's own operators read the cache at half the speed of this memory and cost their dispatch, dozens of times a layer. Where
 the functions cannot be compiled or are not proven (`strop.engine.torch.cpu.compiled`), they do the same.
@@ -36,6 +36,7 @@ class Kernels:
         self._attend = typed(library.strop_attend, 8 * "i" + 7 * "p" + "fp")
         self._norm = typed(library.strop_norm, "iiippfp")
         self._place = typed(library.strop_place, 7 * "i" + 5 * "p" + "f" + 4 * "p")
+        self._draw = typed(library.strop_draw, "iii" + 4 * "p")
 
     def attend(
         self,
@@ -101,6 +102,12 @@ class Kernels:
         sizes = len(slots), num_heads, num_kv_heads, head_dim, block, keys.stride(0)
         given, written = addresses(qkv, *tables, *norms), addresses(slots, positions, keys, values)
         self._place(torch.get_num_threads(), *sizes, *given, eps, *written)
+
+    def draw(self, logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
+        """As `strop.engine.torch.sampling.draw`, with nothing banned."""
+        drawn = torch.empty(3, len(logits), dtype=torch.float64)
+        self._draw(torch.get_num_threads(), *logits.shape, *addresses(logits, temperatures, uniform, drawn))
+        return drawn
 
 
 def kernels_for(shape: Architecture, dtype: torch.dtype, device: torch.device) -> Kernels | None:
@@ -181,13 +188,18 @@ def attention_over(cache: KvCache, architecture: Architecture, tables: Tables) -
     return KernelAttention(kernels, cache, architecture, tables)
 
 
+def draw_kernels(logits: Tensor) -> Kernels | None:
+    """The compiled functions, if this machine can have them for such logits; only `draw` fits every model."""
+    return _compiled(logits.dtype) if logits.dtype in _SOURCES and logits.device.type == "cpu" else None
+
+
 @cache
 def _compiled(dtype: torch.dtype) -> Kernels | None:
-    return proven(*_SOURCES[dtype], Kernels, lambda kernels: _is_proven(kernels, dtype))
+    return proven(*_SOURCES[dtype], Kernels, lambda kernels: _attends(kernels, dtype) and _draws(kernels, dtype))
 
 
 @torch.inference_mode()
-def _is_proven(kernels: Kernels, dtype: torch.dtype) -> bool:
+def _attends(kernels: Kernels, dtype: torch.dtype) -> bool:
     """Whether a small attention, its rotations and norms included, is torch's to the rounding of `dtype`."""
     generator = torch.Generator().manual_seed(0)
     tolerance = 0.02 if dtype is torch.bfloat16 else 1e-5
@@ -222,3 +234,19 @@ def _is_proven(kernels: Kernels, dtype: torch.dtype) -> bool:
         expected = (query @ own_keys.mT * dim**-0.5).softmax(-1) @ own_values
         is_right &= torch.allclose(attended[token].float(), expected.reshape(num_heads, dim), rtol=tolerance, atol=tolerance)
     return is_right and not attended[3].any()
+
+
+@torch.inference_mode()
+def _draws(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether ids are drawn where torch's cumulative probability passes their uniform, with its log-probs and entropies."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(40, 700, generator=generator)).to(dtype)
+    temperatures = torch.rand(40, generator=generator) + 0.5
+    uniform = torch.rand(40, 1, generator=generator, dtype=torch.float64)
+    ids, logprobs, entropies = kernels.draw(logits, temperatures, uniform)
+    expected = (logits.double() / temperatures.unsqueeze(1)).log_softmax(1)
+    drawn = expected.gather(1, ids.long().unsqueeze(1))
+    upper = expected.exp().cumsum(1).gather(1, ids.long().unsqueeze(1))
+    is_right = bool(((upper - drawn.exp() - 1e-6 <= uniform) & (uniform <= upper + 1e-6)).all())
+    is_right &= torch.allclose(logprobs, drawn.squeeze(1), rtol=1e-5, atol=1e-5)
+    return is_right and torch.allclose(entropies, -(expected.exp() * expected).sum(1), rtol=1e-5, atol=1e-5)

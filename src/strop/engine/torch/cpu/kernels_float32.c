@@ -3,6 +3,7 @@
    The functions of kernels.c under the same names, for caches in float32. A token's result depends on nothing but its own query,
    its own columns and their number: not on the other tokens of a step, nor on which thread computes it. */
 
+#include "draw.h"
 #include "float32.h"
 
 #define TILE 128     /* columns between two looks at the largest score */
@@ -123,5 +124,45 @@ void strop_place(int64_t num_threads, int64_t num_tokens, int64_t num_heads, int
             memcpy(keys + place, key + head * dim, (size_t)dim * sizeof(float));
             memcpy(values + place, value + head * dim, (size_t)dim * sizeof(float));
         }
+    }
+}
+
+/* drawn (3, rows): of each row of logits the id at which the cumulative probability passes the row's uniform number, or the likeliest
+   one at temperature 0; its log-prob; and the entropy. */
+void strop_draw(int64_t num_threads, int64_t num_rows, int64_t num_logits, const float *logits, const float *temperatures,
+                const double *uniforms, double *drawn) {
+    const int64_t num_blocks = (num_logits + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *of = logits + row * num_logits;
+        const int is_greedy = temperatures[row] == 0.0f;
+        const float factor = is_greedy ? 1.0f : 1.0f / temperatures[row];
+        float top = -INFINITY, dot = 0.0f, sums[num_blocks], parts[BLOCK];
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < num_logits; i++) top = of[i] > top ? of[i] : top;
+        double total = 0.0, before = 0.0;
+        for (int64_t block = 0; block < num_blocks; block++) {
+            const int64_t end = num_logits < (block + 1) * BLOCK ? num_logits : (block + 1) * BLOCK;
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum, dot)
+            for (int64_t i = block * BLOCK; i < end; i++) {
+                const float x = (of[i] - top) * factor, e = exponential(x);
+                sum += e, dot += x < -87.0f ? 0.0f : x * e;
+            }
+            total += sums[block] = sum;
+        }
+        int64_t id = 0;
+        if (is_greedy)
+            while (id < num_logits - 1 && of[id] != top) id++;
+        else {
+            const double threshold = uniforms[row] * total;
+            const int64_t start = BLOCK * passed_at(threshold, sums, num_blocks, &before), left = num_logits - start < BLOCK ? num_logits - start : BLOCK;
+            for (int64_t i = 0; i < left; i++) parts[i] = exponential((of[start + i] - top) * factor);
+            id = start + passed_within(threshold - before, parts, left);
+        }
+        const float log_total = logf((float)total), entropy = log_total - dot / (float)total;
+        drawn[row] = (double)id;
+        drawn[num_rows + row] = (of[id] - top) * factor - log_total;
+        drawn[2 * num_rows + row] = entropy < 0.0f ? 0.0f : entropy; /* nan stays nan */
     }
 }
