@@ -217,7 +217,7 @@ def test_norm_rounds_as_the_model_library_does(kernels, dtype):
 
 
 def test_norm_without_kernels_rounds_as_the_model_library_does(dtype, no_memory, monkeypatch):
-    monkeypatch.setattr(compiled, "_has_processor", lambda instructions: False)
+    monkeypatch.setattr(compiled, "has_processor", lambda instructions: False)
     check_norm(attention_of(dtype).norm, dtype, make_model("llama").config.rms_norm_eps)
 
 
@@ -299,7 +299,7 @@ def test_where_there_can_be_none_torch_does_the_same_and_the_log_says_why(
 
 
 def test_a_processor_without_the_instructions_is_not_asked_to_run_them(dtype, no_memory, monkeypatch):
-    monkeypatch.setattr(compiled, "_has_processor", lambda instructions: False)
+    monkeypatch.setattr(compiled, "has_processor", lambda instructions: False)
     monkeypatch.setattr(compiled, "_library", lambda source, instructions: pytest.fail("it was compiled"))
     assert isinstance(attention_of(dtype), TorchAttention)
 
@@ -307,6 +307,6 @@ def test_a_processor_without_the_instructions_is_not_asked_to_run_them(dtype, no
 def test_the_compilers_of_a_machine_are_found_by_name(dtype):
     """Of CI and developers alike: that a machine without them runs the tests above is told here, not hidden."""
     _, instructions = kernels_module._SOURCES[dtype]
-    if not compiled._has_processor(instructions) or not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+    if not compiled.has_processor(instructions) or not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         pytest.skip("needs a C compiler and a processor with AVX-512 BF16, or AVX2 for float32")
     assert kernels_of(dtype=dtype) is not None

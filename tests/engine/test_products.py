@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from strop.engine.torch.cpu import products
-from strop.engine.torch.cpu.products import beats_mkl, linear, multiply_into, pays_to_pack
+from strop.engine.torch.cpu.products import beats_mkl, linear, multiply_into, pack
 from strop.engine.torch.weights import Matrix
 from strop.training import logprobs
 
@@ -85,7 +85,7 @@ def test_mkl_stays_for_small_products_other_precisions_and_processors_of_intel(m
     assert not beats_mkl(large.bfloat16(), weight.bfloat16())
     monkeypatch.setattr(products, "_is_mkl_best", lambda: True)
     assert not beats_mkl(large, weight)
-    assert not pays_to_pack(2**20, torch.float32, CPU)
+    assert pack(torch.empty(1024, 1024)) is None
 
 
 def test_log_probs_and_gradients_of_a_head_are_the_same_by_both(monkeypatch):

@@ -102,7 +102,7 @@ def test_a_compiler_without_amx_makes_the_functions_without_it(monkeypatch, tmp_
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if not compiled._has_processor(compiled.AVX512_BF16 | compiled.AMX) or shutil.which("gcc") is None:
+    if not compiled.has_processor(compiled.AVX512_BF16 | compiled.AMX) or shutil.which("gcc") is None:
         pytest.skip("needs gcc and a processor with AMX")
     kernels_module._compiled.cache_clear()
     try:

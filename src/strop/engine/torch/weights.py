@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture, read_weights
 from strop.engine.protocol import NamedTensor, weights_checksum
-from strop.engine.torch.cpu.products import multiply, multiply_into, pack, pays_to_pack
+from strop.engine.torch.cpu.products import CompiledWeight, OneDnnWeight, multiply_shared, pack
 from strop.engine.torch.cpu.resources import give_back_freed_memory
 from strop.errors import WeightsNotProven
 
@@ -24,7 +23,7 @@ class Matrix:
     """One weight (out, in). It can be sealed: packed for the machine and read-only. Shared ones cannot.
 
     A product on a CPU rearranges its weight first, every time, unless the weight is packed beforehand: with 64 rows of
-    SmolLM2-135M that is a fifth of the time in bfloat16, with 8 more than a third, and in float32, where oneDNN multiplies
+    SmolLM2-135M that is a fifth of oneDNN's time in bfloat16, with 8 more than a third, and in float32, where oneDNN multiplies
     packed weights and MKL others, a quarter to two thirds on a processor of AMD. Packing loses nothing: `dense` gives every
     bit back.
     """
@@ -35,7 +34,7 @@ class Matrix:
         """A matrix of zeros, or one that is `shared`, which others read and write, too."""
         self._shape, self._dtype, self._device, self._is_shared = shape, dtype, device, shared is not None
         self._plain: Tensor | None = self._zeros() if shared is None else shared
-        self._packed: Tensor | None = None
+        self._packed: CompiledWeight | OneDnnWeight | None = None
 
     @property
     def is_sealed(self) -> bool:
@@ -48,13 +47,12 @@ class Matrix:
 
     def dense(self) -> Tensor:
         """The weight itself, or of a sealed one a copy."""
-        return self._plain if self._plain is not None else self._packed.to_dense()  # type: ignore[union-attr]
+        return self._plain if self._plain is not None else self._packed.dense()  # type: ignore[union-attr]
 
     def seal(self) -> None:
         """Pack, where this machine can."""
-        if self._plain is not None and not self._is_shared and self._pays_to_pack():
-            self._packed = pack(self._plain)
-            self._plain = None
+        if self._plain is not None and not self._is_shared and (packed := pack(self._plain)) is not None:
+            self._packed, self._plain = packed, None
 
     def free(self) -> None:
         """Give its memory back until `unseal`. Shared ones are others' to free."""
@@ -70,40 +68,31 @@ class Matrix:
     def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """inputs weightᵀ (+ bias), of (N, in)."""
         if self._packed is not None:
-            return multiply(inputs, self._packed, bias)
+            return self._packed.product(inputs, bias)
         if self._is_shared and self._device.type == "cpu":
-            product = inputs.new_empty(len(inputs), self._shape[0])
-            by = multiply if self._dtype is torch.float32 and self._pays_to_pack() else F.linear
-            multiply_into(product, inputs, self.dense(), by=by)
-            return product
+            return multiply_shared(inputs, self.dense())
         return F.linear(inputs, self.dense(), bias)
 
     def onto(self, residual: Tensor, inputs: Tensor) -> Tensor:
         """residual + inputs weightᵀ."""
         if self._packed is not None:
-            return self._combined(inputs, residual, "add")
+            return self._packed.product(inputs, operation="add", other=residual)
         return torch.addmm(residual, inputs, self.dense().t())
 
     def silu(self, inputs: Tensor) -> Tensor:
         """silu(inputs weightᵀ)."""
         if self._packed is not None:
-            return multiply(inputs, self._packed, activation="swish")
+            return self._packed.product(inputs, operation="silu")
         return F.silu(self.product(inputs))
 
     def times(self, factor: Tensor, inputs: Tensor) -> Tensor:
         """factor * (inputs weightᵀ). `factor` may be overwritten."""
         if self._packed is not None:
-            return self._combined(inputs, factor, "mul")
+            return self._packed.product(inputs, operation="mul", other=factor)
         return factor.mul_(self.product(inputs))
-
-    def _pays_to_pack(self) -> bool:
-        return pays_to_pack(math.prod(self._shape), self._dtype, self._device)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-
-    def _combined(self, inputs: Tensor, other: Tensor, operation: str) -> Tensor:
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(inputs, other, self._packed, None, operation))
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

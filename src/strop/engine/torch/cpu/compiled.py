@@ -45,10 +45,10 @@ def proven(
         is_proven: whether it gives what torch gives.
         useful: instructions that it uses where processor and compiler have them.
     """
-    if useful and _has_processor(useful) and (best := proven(source, instructions | useful, wrap, is_proven)) is not None:
+    if useful and has_processor(useful) and (best := proven(source, instructions | useful, wrap, is_proven)) is not None:
         return best
     try:
-        if not _has_processor(instructions):
+        if not has_processor(instructions):
             return None
         functions = wrap(ctypes.CDLL(str(_library(source, instructions))))
         # In a separate thread: the first caller may be inside autocast, inference mode or a checkpoint of activations.
@@ -79,7 +79,7 @@ def addresses(*tensors: Tensor | None) -> list[int | None]:
     return [None if each is None else each.data_ptr() for each in tensors]
 
 
-def _has_processor(instructions: frozenset[str]) -> bool:
+def has_processor(instructions: frozenset[str]) -> bool:
     """Return whether the processor has the instructions. Only Linux on x86-64 can."""
     try:
         text = Path("/proc/cpuinfo").read_text()

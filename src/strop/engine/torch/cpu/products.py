@@ -1,23 +1,153 @@
-"""Matrix products by oneDNN, which torch uses in bfloat16. In float32 it uses MKL; this says where oneDNN is faster."""
+"""Matrix products on CPUs: in bfloat16 by C of our own or by oneDNN, in float32 by oneDNN where it is faster than MKL."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from strop.engine.torch.cpu.compiled import AMX, AVX512_BF16, addresses, has_processor, proven, typed
 
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 _PART_ROWS = 8192  # of a weight that are multiplied at once
 _SMALL = 2**18  # elements of a float32 weight: a decode step's product with a packed one takes 20 us more to call
 _FEW = 2**24  # multiplications of a float32 product: a call of oneDNN takes 20 us more
+_ROW_UNIT, _COLUMN_UNIT, _MAX_COLUMNS = 16, 32, 4096  # of a weight, in products.c
+
+Operation: TypeAlias = Literal["none", "add", "mul", "silu"]
+"""What follows a product, before it is rounded: with another matrix, or alone."""
+
+
+class Products:
+    """The functions of products.c, for matrices in bfloat16 on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._pack = typed(library.strop_pack, "iiip")
+        self._unpack = typed(library.strop_unpack, "iiipp")
+        self._product = typed(library.strop_product, 6 * "i" + 5 * "p")
+
+    def pack(self, weight: Tensor) -> None:
+        """Bring a contiguous (out, in) into the order of `product`, where it lies."""
+        self._pack(torch.get_num_threads(), *weight.shape, weight.data_ptr())
+
+    def unpack(self, weight: Tensor) -> Tensor:
+        """A copy of what was packed."""
+        out = torch.empty_like(weight)
+        self._unpack(torch.get_num_threads(), *weight.shape, weight.data_ptr(), out.data_ptr())
+        return out
+
+    def product(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        is_packed: bool,
+        operation: Operation = "none",
+        other: Tensor | None = None,
+    ) -> Tensor:
+        """inputs weightᵀ + bias of (N, in) and (out, in), after `operation`, with `other` (N, out)."""
+        inputs = inputs.contiguous()
+        out = inputs.new_empty(len(inputs), len(weight))
+        sizes = len(inputs), *weight.shape, is_packed, ("none", "add", "mul", "silu").index(operation)
+        self._product(torch.get_num_threads(), *sizes, *addresses(inputs, weight, bias, other, out))
+        return out
+
+
+def products_for(weight: Tensor) -> Products | None:
+    """The compiled products, if this machine can have them for such a weight, and oneDNN has no AMX to use."""
+    num_rows, num_columns = weight.shape
+    fits = weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
+    fits = fits and not num_rows % _ROW_UNIT and not num_columns % _COLUMN_UNIT and num_columns <= _MAX_COLUMNS
+    return _compiled() if fits else None
+
+
+@cache
+def _compiled() -> Products | None:
+    return None if has_processor(AMX) else proven(Path(__file__).with_name("products.c"), AVX512_BF16, Products, _is_proven)
+
+
+@torch.inference_mode()
+def _is_proven(products: Products) -> bool:
+    """Whether packing loses nothing and products are those of float32, rounded."""
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs, bias, other = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((112, 96), (11, 96), (112,), (11, 112))
+    )
+    exact = inputs.float() @ weight.float().T + bias.float()
+    packed = weight.clone()
+    products.pack(packed)
+    is_right = torch.equal(products.unpack(packed), weight)
+    after: dict[Operation, Tensor] = {"none": exact, "add": exact + other, "mul": exact * other, "silu": F.silu(exact)}
+    for operation, expected in after.items():
+        for is_packed in (True, False):
+            which = packed if is_packed else weight
+            found = products.product(inputs, which, bias, is_packed=is_packed, operation=operation, other=other)
+            is_right &= torch.allclose(found.float(), expected, rtol=0.01, atol=0.01)
+    return is_right
+
+
+class CompiledWeight:
+    """A weight in the order of products.c, in the memory that it had."""
+
+    def __init__(self, weight: Tensor, products: Products) -> None:
+        products.pack(weight)
+        self._weight, self._products = weight, products
+
+    def dense(self) -> Tensor:
+        """A copy in the order that it had."""
+        return self._products.unpack(self._weight)
+
+    def product(
+        self, inputs: Tensor, bias: Tensor | None = None, *, operation: Operation = "none", other: Tensor | None = None
+    ) -> Tensor:
+        """inputs weightᵀ + bias, after `operation`."""
+        return self._products.product(inputs, self._weight, bias, is_packed=True, operation=operation, other=other)
+
+
+class OneDnnWeight:
+    """A copy of a weight in the layout that oneDNN likes best here. Methods as of `CompiledWeight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+
+    def dense(self) -> Tensor:
+        return cast(Tensor, self._weight.to_dense())
+
+    def product(
+        self, inputs: Tensor, bias: Tensor | None = None, *, operation: Operation = "none", other: Tensor | None = None
+    ) -> Tensor:
+        if other is not None:
+            return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(inputs, other, self._weight, bias, operation))
+        return multiply(inputs, self._weight, bias, activation="swish" if operation == "silu" else "none")
+
+
+def pack(weight: Tensor) -> CompiledWeight | OneDnnWeight | None:
+    """Return the weight in a layout that decode steps multiply faster, if this machine has one. What was given is gone."""
+    if products := products_for(weight):
+        return CompiledWeight(weight, products)
+    return OneDnnWeight(weight) if _pays_with_onednn(weight) else None
+
+
+def multiply_shared(inputs: Tensor, weight: Tensor) -> Tensor:
+    """inputs weightᵀ of (N, in) and (out, in), of a weight that others need as it is, without a second copy of it."""
+    if products := products_for(weight):
+        return products.product(inputs, weight, is_packed=False)
+    product = inputs.new_empty(len(inputs), len(weight))
+    multiply_into(
+        product, inputs, weight, by=multiply if inputs.dtype is torch.float32 and _pays_with_onednn(weight) else F.linear
+    )
+    return product
 
 
 def multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
-    """Return activation(inputs weightᵀ + bias): (..., in), (out, in) -> (..., out). The weight may be packed."""
+    """Return activation(inputs weightᵀ + bias) by oneDNN: (..., in), (out, in) -> (..., out). The weight may be packed."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], ""))
 
 
@@ -32,16 +162,11 @@ def multiply_into(
         place.copy_(by(inputs, part))
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Return the weight in the layout of this machine's products; `to_dense` gives every bit back."""
-    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS))
-
-
-def pays_to_pack(num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether decode steps multiply a packed weight of so many elements faster; in float32 see `beats_mkl`."""
-    if dtype is torch.float32 and (num_elements < _SMALL or _is_mkl_best()):
+def _pays_with_onednn(weight: Tensor) -> bool:
+    """Return whether decode steps multiply a weight that oneDNN packed faster; in float32 see `beats_mkl`."""
+    if weight.dtype is torch.float32 and (weight.numel() < _SMALL or _is_mkl_best()):
         return False
-    return _can_pack(dtype, device)
+    return _can_pack(weight.dtype, weight.device)
 
 
 @cache
@@ -56,8 +181,8 @@ def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     weight = torch.arange(32 * 16, dtype=torch.float32).view(32, 16).to(dtype)
     inputs = torch.eye(16, dtype=dtype)
     try:
-        packed = pack(weight)
-        return torch.equal(packed.to_dense(), weight) and torch.equal(multiply(inputs, packed), weight.t())
+        packed = OneDnnWeight(weight)
+        return torch.equal(packed.dense(), weight) and torch.equal(packed.product(inputs), weight.t())
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
 

@@ -1,0 +1,115 @@
+"""Products in bfloat16 by C against float32, and weights that are packed where they lie."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from strop.engine.torch.cpu import products as products_module
+from strop.engine.torch.cpu.products import CompiledWeight, OneDnnWeight, multiply_shared, pack, products_for
+from strop.engine.torch.weights import Matrix
+
+CPU = torch.device("cpu")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def products():
+    found = products_for(drawn(16, 32))
+    if found is None:
+        pytest.skip("needs a C compiler and a processor with AVX-512 BF16 and without AMX")
+    return found
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (32, 96), (48, 64), (64, 576), (112, 4096), (4112, 160)])
+def test_packing_loses_nothing(products, shape):
+    weight = drawn(*shape)
+    packed = weight.clone()
+    products.pack(packed)
+    assert not torch.equal(packed, weight)
+    assert torch.equal(products.unpack(packed), weight)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 64, 67])
+@pytest.mark.parametrize("shape", [(16, 32), (80, 96), (96, 4096), (4112, 160)])
+def test_a_product_is_that_of_float32_rounded_once(products, shape, num_rows):
+    weight, inputs, bias, other = (
+        drawn(*shape),
+        drawn(num_rows, shape[1], seed=1),
+        drawn(shape[0], seed=2),
+        drawn(num_rows, shape[0], seed=3),
+    )
+    packed = weight.clone()
+    products.pack(packed)
+    exact = inputs.double() @ weight.double().T
+    for with_bias in (False, True):
+        sums = exact + bias.double() if with_bias else exact
+        for operation, expected in (("none", sums), ("add", sums + other), ("mul", sums * other), ("silu", F.silu(sums))):
+            given = {"operation": operation, "other": other if operation in ("add", "mul") else None}
+            found = products.product(inputs, packed, bias if with_bias else None, is_packed=True, **given)
+            assert torch.allclose(found.double(), expected, rtol=2**-8, atol=1e-3), operation
+            plain = products.product(inputs, weight, bias if with_bias else None, is_packed=False, **given)
+            assert torch.equal(plain, found)
+
+
+def test_a_row_is_multiplied_alike_wherever_it_is_and_by_any_number_of_threads(products):
+    weight, inputs = drawn(208, 320), drawn(45, 320, seed=1)
+    whole = products.product(inputs, weight, is_packed=False)
+    for rows in (slice(0, 1), slice(3, 20), slice(44, 45)):
+        assert torch.equal(products.product(inputs[rows], weight, is_packed=False), whole[rows])
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(products.product(inputs, weight, is_packed=False), whole)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_what_is_not_finite_stays_visible(products):
+    weight, inputs = drawn(32, 64), drawn(9, 64, seed=1)
+    inputs[4, 10] = torch.nan
+    for operation in ("none", "silu"):
+        found = products.product(inputs, weight, is_packed=False, operation=operation)
+        assert found[4].isnan().all()
+        assert found[[*range(4), *range(5, 9)]].isfinite().all()
+
+
+def test_silu_of_large_sums_is_the_sum_or_nothing(products):
+    weight, inputs = torch.eye(32).bfloat16(), torch.tensor([[1e4, -1e4, 200.0, -200.0] * 8]).bfloat16()
+    found = products.product(inputs, weight, is_packed=False, operation="silu")
+    assert torch.allclose(found.float(), F.silu(inputs.float()), rtol=2**-8)
+
+
+def test_a_matrix_is_packed_in_its_own_memory():
+    matrix, weight = Matrix((160, 96), dtype=torch.bfloat16, device=CPU), drawn(160, 96)
+    matrix.dense().copy_(weight)
+    place = matrix.dense().data_ptr()
+    matrix.seal()
+    assert matrix.is_sealed
+    assert isinstance(matrix._packed, CompiledWeight)
+    assert matrix._packed._weight.data_ptr() == place
+    assert torch.equal(matrix.dense(), weight)
+
+
+@pytest.mark.parametrize("shape", [(17, 64), (64, 40), (64, 4128)])
+def test_other_shapes_go_to_onednn(shape):
+    weight, inputs = drawn(*shape), drawn(5, shape[1], seed=1)
+    exact = inputs.double() @ weight.double().T
+    assert products_for(weight) is None
+    assert torch.allclose(multiply_shared(inputs, weight).double(), exact, rtol=2**-7, atol=0.05)
+    packed = pack(weight)
+    if packed is not None:
+        assert isinstance(packed, OneDnnWeight)
+        assert torch.allclose(packed.product(inputs).double(), exact, rtol=2**-7, atol=0.05)
+
+
+def test_amx_is_left_to_onednn(monkeypatch):
+    products_module._compiled.cache_clear()
+    monkeypatch.setattr(products_module, "has_processor", lambda instructions: True)
+    try:
+        assert products_for(drawn(16, 32)) is None
+    finally:
+        products_module._compiled.cache_clear()
