@@ -1,4 +1,4 @@
-"""Products in bfloat16 by C against float32, and weights that are packed where they lie."""
+"""Products by C against float64, and weights that are packed where they lie."""
 
 import pytest
 import torch
@@ -9,22 +9,41 @@ from strop.engine.torch.cpu.products import CompiledWeight, OneDnnWeight, multip
 from strop.engine.torch.weights import Matrix
 
 CPU = torch.device("cpu")
+ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 1e-5}
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+@pytest.fixture(
+    params=[(torch.bfloat16, True), (torch.float32, True), (torch.float32, False)], ids=["bfloat16", "float32", "float32-avx2"]
+)
+def dtype(request, monkeypatch):
+    """On any processor that has the instructions."""
+    dtype, uses_avx512 = request.param
+    products_module._compiled.cache_clear()
+    monkeypatch.setattr(products_module, "_is_mkl_best", lambda: False)
+    if not uses_avx512:
+        monkeypatch.setattr(products_module, "_uses_avx512", lambda: False)
+    yield dtype
+    products_module._compiled.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def products():
+@pytest.fixture
+def drawn(dtype):
+    def draw(*shape, seed=0):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    return draw
+
+
+@pytest.fixture
+def products(drawn):
     found = products_for(drawn(16, 32))
     if found is None:
-        pytest.skip("needs a C compiler and a processor with AVX-512 BF16 and without AMX")
+        pytest.skip("needs a C compiler and a processor with AVX2, and for bfloat16 one with AVX-512 BF16 and without AMX")
     return found
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (32, 96), (48, 64), (64, 576), (112, 4096), (4112, 160)])
-def test_packing_loses_nothing(products, shape):
+def test_packing_loses_nothing(products, drawn, shape):
     weight = drawn(*shape)
     packed = weight.clone()
     products.pack(packed)
@@ -34,7 +53,7 @@ def test_packing_loses_nothing(products, shape):
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 64, 67])
 @pytest.mark.parametrize("shape", [(16, 32), (80, 96), (96, 4096), (4112, 160)])
-def test_a_product_is_that_of_float32_rounded_once(products, shape, num_rows):
+def test_a_product_is_rounded_once(products, drawn, dtype, shape, num_rows):
     weight, inputs, bias, other = (
         drawn(*shape),
         drawn(num_rows, shape[1], seed=1),
@@ -49,12 +68,12 @@ def test_a_product_is_that_of_float32_rounded_once(products, shape, num_rows):
         for operation, expected in (("none", sums), ("add", sums + other), ("mul", sums * other), ("silu", F.silu(sums))):
             given = {"operation": operation, "other": other if operation in ("add", "mul") else None}
             found = products.product(inputs, packed, bias if with_bias else None, is_packed=True, **given)
-            assert torch.allclose(found.double(), expected, rtol=2**-8, atol=1e-3), operation
+            assert torch.allclose(found.double(), expected, rtol=ROUNDING[dtype], atol=1e-3), operation
             plain = products.product(inputs, weight, bias if with_bias else None, is_packed=False, **given)
             assert torch.equal(plain, found)
 
 
-def test_a_row_is_multiplied_alike_wherever_it_is_and_by_any_number_of_threads(products):
+def test_a_row_is_multiplied_alike_wherever_it_is_and_by_any_number_of_threads(products, drawn):
     weight, inputs = drawn(208, 320), drawn(45, 320, seed=1)
     whole = products.product(inputs, weight, is_packed=False)
     for rows in (slice(0, 1), slice(3, 20), slice(44, 45)):
@@ -68,7 +87,7 @@ def test_a_row_is_multiplied_alike_wherever_it_is_and_by_any_number_of_threads(p
         torch.set_num_threads(num_threads)
 
 
-def test_what_is_not_finite_stays_visible(products):
+def test_what_is_not_finite_stays_visible(products, drawn):
     weight, inputs = drawn(32, 64), drawn(9, 64, seed=1)
     inputs[4, 10] = torch.nan
     for operation in ("none", "silu"):
@@ -77,14 +96,14 @@ def test_what_is_not_finite_stays_visible(products):
         assert found[[*range(4), *range(5, 9)]].isfinite().all()
 
 
-def test_silu_of_large_sums_is_the_sum_or_nothing(products):
-    weight, inputs = torch.eye(32).bfloat16(), torch.tensor([[1e4, -1e4, 200.0, -200.0] * 8]).bfloat16()
+def test_silu_of_large_sums_is_the_sum_or_nothing(products, dtype):
+    weight, inputs = torch.eye(32).to(dtype), torch.tensor([[1e4, -1e4, 200.0, -200.0] * 8]).to(dtype)
     found = products.product(inputs, weight, is_packed=False, operation="silu")
-    assert torch.allclose(found.float(), F.silu(inputs.float()), rtol=2**-8)
+    assert torch.allclose(found.float(), F.silu(inputs.float()), rtol=ROUNDING[dtype])
 
 
-def test_a_matrix_is_packed_in_its_own_memory():
-    matrix, weight = Matrix((160, 96), dtype=torch.bfloat16, device=CPU), drawn(160, 96)
+def test_a_matrix_is_packed_in_its_own_memory(products, drawn, dtype):
+    matrix, weight = Matrix((160, 96), dtype=dtype, device=CPU), drawn(160, 96)
     matrix.dense().copy_(weight)
     place = matrix.dense().data_ptr()
     matrix.seal()
@@ -95,7 +114,7 @@ def test_a_matrix_is_packed_in_its_own_memory():
 
 
 @pytest.mark.parametrize("shape", [(17, 64), (64, 40), (64, 4128)])
-def test_other_shapes_go_to_onednn(shape):
+def test_other_shapes_go_to_a_library(drawn, shape):
     weight, inputs = drawn(*shape), drawn(5, shape[1], seed=1)
     exact = inputs.double() @ weight.double().T
     assert products_for(weight) is None
@@ -106,10 +125,13 @@ def test_other_shapes_go_to_onednn(shape):
         assert torch.allclose(packed.product(inputs).double(), exact, rtol=2**-7, atol=0.05)
 
 
-def test_amx_is_left_to_onednn(monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "name", "value"), [(torch.bfloat16, "has_processor", True), (torch.float32, "_is_mkl_best", True)]
+)
+def test_amx_and_mkl_on_processors_of_intel_are_left_to_libraries(monkeypatch, dtype, name, value):
     products_module._compiled.cache_clear()
-    monkeypatch.setattr(products_module, "has_processor", lambda instructions: True)
+    monkeypatch.setattr(products_module, name, lambda *_: value)
     try:
-        assert products_for(drawn(16, 32)) is None
+        assert products_for(torch.zeros(16, 32, dtype=dtype)) is None
     finally:
         products_module._compiled.cache_clear()

@@ -1,12 +1,11 @@
-"""Products by oneDNN, of packed float32 weights and with gradients, against products in float64."""
+"""Products in float32 by oneDNN, with gradients, against products in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from strop.engine.torch.cpu import products
-from strop.engine.torch.cpu.products import beats_mkl, linear, multiply_into, pack
-from strop.engine.torch.weights import Matrix
+from strop.engine.torch.cpu.products import beats_mkl, linear
 from strop.training import logprobs
 
 CPU = torch.device("cpu")
@@ -23,37 +22,6 @@ def any_processor(monkeypatch):
 
 def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_a_large_float32_weight_is_packed_without_loss_and_multiplied_as_before():
-    weight, inputs, other = drawn(768, 512), drawn(24, 512, seed=1), drawn(24, 768, seed=2)
-    matrix = Matrix((768, 512), dtype=torch.float32, device=CPU)
-    matrix.dense().copy_(weight)
-    matrix.seal()
-    assert matrix.is_sealed
-    assert torch.equal(matrix.dense(), weight)
-    exact = inputs.double() @ weight.double().T
-    for found, expected in (
-        (matrix.product(inputs), exact),
-        (matrix.product(inputs, other[0]), exact + other[0]),
-        (matrix.onto(other, inputs), exact + other),
-        (matrix.silu(inputs), F.silu(exact)),
-        (matrix.times(other.clone(), inputs), exact * other),
-    ):
-        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=2e-4)
-
-
-def test_a_small_float32_weight_stays_as_it_is():
-    matrix = Matrix((160, 448), dtype=torch.float32, device=CPU)
-    matrix.seal()
-    assert not matrix.is_sealed
-
-
-def test_a_product_part_by_part_is_the_product():
-    weight, inputs = drawn(20_000, 64), drawn(5, 64, seed=1)
-    product = torch.empty(5, 20_000)
-    multiply_into(product, inputs, weight)
-    assert torch.allclose(product.double(), inputs.double() @ weight.double().T, atol=1e-4)
 
 
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
@@ -85,7 +53,6 @@ def test_mkl_stays_for_small_products_other_precisions_and_processors_of_intel(m
     assert not beats_mkl(large.bfloat16(), weight.bfloat16())
     monkeypatch.setattr(products, "_is_mkl_best", lambda: True)
     assert not beats_mkl(large, weight)
-    assert pack(torch.empty(1024, 1024)) is None
 
 
 def test_log_probs_and_gradients_of_a_head_are_the_same_by_both(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.engine.torch.cpu.products import beats_mkl, multiply, multiply_into
+from strop.engine.torch.cpu.products import beats_mkl, multiply, products_for
 from strop.training.attention import UNIT, lay_out
 from strop.training.cpu.kernels import Kernels, compiled
 from strop.training.weights import embed, gradient_sum
@@ -325,8 +325,8 @@ class _Logits:
             yield parts.pop(0), last
         for part in parts:
             logits, inputs = room[: part.stop - part.start], hidden[part].to(self.matrix.dtype)
-            if beats_mkl(inputs, self.matrix):
-                multiply_into(logits, inputs, self.matrix)
+            if products := products_for(self.matrix):
+                products.product(inputs, self.matrix, is_packed=False, out=logits)
             else:
                 torch.mm(inputs, self.matrix.T, out=logits)
             if self.bias is not None:

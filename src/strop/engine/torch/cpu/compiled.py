@@ -24,7 +24,8 @@ _HEADERS = Path(__file__).parent
 _COMPILE = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11")
 _COMPILE_LIMIT_S = 120
 AVX2 = frozenset({"avx2", "fma"})
-AVX512_BF16 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"})
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
+AVX512_BF16 = AVX512 | {"avx512_bf16"}
 AMX = frozenset({"amx_tile", "amx_bf16"})
 """Instructions that functions use, as /proc/cpuinfo names them."""
 

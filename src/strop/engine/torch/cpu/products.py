@@ -1,9 +1,8 @@
-"""Matrix products on CPUs: in bfloat16 by C of our own or by oneDNN, in float32 by oneDNN where it is faster than MKL."""
+"""Matrix products on CPUs: those of decode steps by C of our own, others by oneDNN, in float32 where it is faster than MKL."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -12,20 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.engine.torch.cpu.compiled import AMX, AVX512_BF16, addresses, has_processor, proven, typed
+from strop.engine.torch.cpu.compiled import AMX, AVX2, AVX512, AVX512_BF16, addresses, has_processor, proven, typed
 
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 _PART_ROWS = 8192  # of a weight that are multiplied at once
-_SMALL = 2**18  # elements of a float32 weight: a decode step's product with a packed one takes 20 us more to call
 _FEW = 2**24  # multiplications of a float32 product: a call of oneDNN takes 20 us more
-_ROW_UNIT, _COLUMN_UNIT, _MAX_COLUMNS = 16, 32, 4096  # of a weight, in products.c
+_ROW_UNIT, _COLUMN_UNIT, _MAX_COLUMNS = 16, 32, 4096  # of a weight, in products.h
 
 Operation: TypeAlias = Literal["none", "add", "mul", "silu"]
 """What follows a product, before it is rounded: with another matrix, or alone."""
 
 
 class Products:
-    """The functions of products.c, for matrices in bfloat16 on the CPU."""
+    """The functions of products.h, for matrices of one precision on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._pack = typed(library.strop_pack, "iiip")
@@ -51,36 +49,45 @@ class Products:
         is_packed: bool,
         operation: Operation = "none",
         other: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """inputs weightᵀ + bias of (N, in) and (out, in), after `operation`, with `other` (N, out)."""
+        """inputs weightᵀ + bias of (N, in) and (out, in), after `operation`, with `other` (N, out); in `out`, if given."""
         inputs = inputs.contiguous()
-        out = inputs.new_empty(len(inputs), len(weight))
+        out = inputs.new_empty(len(inputs), len(weight)) if out is None else out
         sizes = len(inputs), *weight.shape, is_packed, ("none", "add", "mul", "silu").index(operation)
         self._product(torch.get_num_threads(), *sizes, *addresses(inputs, weight, bias, other, out))
         return out
 
 
 def products_for(weight: Tensor) -> Products | None:
-    """The compiled products, if this machine can have them for such a weight, and oneDNN has no AMX to use."""
+    """The compiled products, if this machine can have them for such a weight, and no library is known to be faster."""
     num_rows, num_columns = weight.shape
-    fits = weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
-    fits = fits and not num_rows % _ROW_UNIT and not num_columns % _COLUMN_UNIT and num_columns <= _MAX_COLUMNS
-    return _compiled() if fits else None
+    fits = weight.device.type == "cpu" and weight.is_contiguous() and num_columns <= _MAX_COLUMNS
+    return _compiled(weight.dtype) if fits and not num_rows % _ROW_UNIT and not num_columns % _COLUMN_UNIT else None
 
 
 @cache
-def _compiled() -> Products | None:
-    return None if has_processor(AMX) else proven(Path(__file__).with_name("products.c"), AVX512_BF16, Products, _is_proven)
+def _compiled(dtype: torch.dtype) -> Products | None:
+    def by(source: str, instructions: frozenset[str], useful: frozenset[str] = frozenset()) -> Products | None:
+        place = Path(__file__).with_name(source)
+        return proven(place, instructions, Products, lambda products: _is_proven(products, dtype), useful=useful)
+
+    if dtype is torch.bfloat16 and not has_processor(AMX):
+        return by("products.c", AVX512_BF16)
+    if dtype is torch.float32 and not _is_mkl_best():
+        return by("products_float32.c", AVX2, AVX512 if _uses_avx512() else frozenset())
+    return None
 
 
 @torch.inference_mode()
-def _is_proven(products: Products) -> bool:
+def _is_proven(products: Products, dtype: torch.dtype) -> bool:
     """Whether packing loses nothing and products are those of float32, rounded."""
     generator = torch.Generator().manual_seed(0)
     weight, inputs, bias, other = (
-        torch.randn(shape, generator=generator).bfloat16() for shape in ((112, 96), (11, 96), (112,), (11, 112))
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((112, 96), (11, 96), (112,), (11, 112))
     )
     exact = inputs.float() @ weight.float().T + bias.float()
+    tolerance = 0.01 if dtype is torch.bfloat16 else 1e-4
     packed = weight.clone()
     products.pack(packed)
     is_right = torch.equal(products.unpack(packed), weight)
@@ -89,12 +96,12 @@ def _is_proven(products: Products) -> bool:
         for is_packed in (True, False):
             which = packed if is_packed else weight
             found = products.product(inputs, which, bias, is_packed=is_packed, operation=operation, other=other)
-            is_right &= torch.allclose(found.float(), expected, rtol=0.01, atol=0.01)
+            is_right &= torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
     return is_right
 
 
 class CompiledWeight:
-    """A weight in the order of products.c, in the memory that it had."""
+    """A weight in the order of products.h, in the memory that it had."""
 
     def __init__(self, weight: Tensor, products: Products) -> None:
         products.pack(weight)
@@ -132,41 +139,23 @@ def pack(weight: Tensor) -> CompiledWeight | OneDnnWeight | None:
     """Return the weight in a layout that decode steps multiply faster, if this machine has one. What was given is gone."""
     if products := products_for(weight):
         return CompiledWeight(weight, products)
-    return OneDnnWeight(weight) if _pays_with_onednn(weight) else None
+    is_packable = weight.dtype is torch.bfloat16 and _can_pack(weight.dtype, weight.device)
+    return OneDnnWeight(weight) if is_packable else None
 
 
 def multiply_shared(inputs: Tensor, weight: Tensor) -> Tensor:
-    """inputs weightᵀ of (N, in) and (out, in), of a weight that others need as it is, without a second copy of it."""
+    """inputs weightᵀ of (N, in) and (out, in), of a weight that others need as it is.
+
+    A library rearranges it, which takes a second copy of it: here, of one part at a time.
+    """
     if products := products_for(weight):
         return products.product(inputs, weight, is_packed=False)
-    product = inputs.new_empty(len(inputs), len(weight))
-    multiply_into(
-        product, inputs, weight, by=multiply if inputs.dtype is torch.float32 and _pays_with_onednn(weight) else F.linear
-    )
-    return product
+    return torch.cat([F.linear(inputs, part) for part in torch.split(weight, _PART_ROWS)], 1)
 
 
 def multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
     """Return activation(inputs weightᵀ + bias) by oneDNN: (..., in), (out, in) -> (..., out). The weight may be packed."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, activation, [], ""))
-
-
-def multiply_into(
-    outputs: Tensor, inputs: Tensor, weight: Tensor, *, by: Callable[[Tensor, Tensor], Tensor] = multiply
-) -> None:
-    """Write inputs weightᵀ into `outputs`: (N, in), (out, in) -> (N, out).
-
-    A product rearranges a weight that is not packed, which takes a second copy of it: here, of one part at a time.
-    """
-    for place, part in zip(torch.split(outputs, _PART_ROWS, 1), torch.split(weight, _PART_ROWS), strict=True):
-        place.copy_(by(inputs, part))
-
-
-def _pays_with_onednn(weight: Tensor) -> bool:
-    """Return whether decode steps multiply a weight that oneDNN packed faster; in float32 see `beats_mkl`."""
-    if weight.dtype is torch.float32 and (weight.numel() < _SMALL or _is_mkl_best()):
-        return False
-    return _can_pack(weight.dtype, weight.device)
 
 
 @cache
@@ -208,8 +197,12 @@ def _is_mkl_best() -> bool:
         return True
 
 
+def _uses_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return inputs weightᵀ + bias by oneDNN, with gradients: (..., in), (out, in), (out,) -> (..., out)."""
+    """Return inputs weightᵀ + bias without MKL, with gradients: (..., in), (out, in), (out,) -> (..., out)."""
     outputs: Tensor = _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -218,7 +211,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
-        return multiply(inputs, weight, bias)
+        if (products := products_for(weight)) is None:
+            return multiply(inputs, weight, bias)
+        return products.product(inputs.flatten(0, -2), weight, bias, is_packed=False).view(*inputs.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, of_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -227,6 +222,5 @@ class _Linear(torch.autograd.Function):
         of_rows, of_weight = of_outputs.flatten(0, -2), None
         if needs_weight:  # with AVX2 only, MKL is the faster one
             rows = inputs.flatten(0, -2)
-            has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-            of_weight = multiply(of_rows.t(), rows.t()) if has_avx512 else of_rows.t() @ rows
+            of_weight = multiply(of_rows.t(), rows.t()) if _uses_avx512() else of_rows.t() @ rows
         return multiply(of_outputs, weight.t()) if needs_inputs else None, of_weight, of_rows.sum(0) if needs_bias else None
