@@ -16,10 +16,11 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 1e-5}
     params=[(torch.bfloat16, True), (torch.float32, True), (torch.float32, False)], ids=["bfloat16", "float32", "float32-avx2"]
 )
 def dtype(request, monkeypatch):
-    """On any processor that has the instructions."""
+    """On any processor that has the instructions, whatever is faster there."""
     dtype, uses_avx512 = request.param
     products_module._compiled.cache_clear()
     monkeypatch.setattr(products_module, "_is_mkl_best", lambda: False)
+    monkeypatch.setattr(products_module, "has_processor", lambda instructions: False)
     if not uses_avx512:
         monkeypatch.setattr(products_module, "_uses_avx512", lambda: False)
     yield dtype
@@ -38,11 +39,11 @@ def drawn(dtype):
 def products(drawn):
     found = products_for(drawn(16, 32))
     if found is None:
-        pytest.skip("needs a C compiler and a processor with AVX2, and for bfloat16 one with AVX-512 BF16 and without AMX")
+        pytest.skip("needs a C compiler and a processor with AVX2, and for bfloat16 one with AVX-512 BF16")
     return found
 
 
-@pytest.mark.parametrize("shape", [(16, 32), (32, 96), (48, 64), (64, 576), (112, 4096), (4112, 160)])
+@pytest.mark.parametrize("shape", [(16, 32), (32, 96), (48, 64), (64, 576), (112, 9216), (4112, 160)])
 def test_packing_loses_nothing(products, drawn, shape):
     weight = drawn(*shape)
     packed = weight.clone()
@@ -52,7 +53,7 @@ def test_packing_loses_nothing(products, drawn, shape):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 64, 67])
-@pytest.mark.parametrize("shape", [(16, 32), (80, 96), (96, 4096), (4112, 160)])
+@pytest.mark.parametrize("shape", [(16, 32), (80, 96), (96, 9216), (4112, 160)])
 def test_a_product_is_rounded_once(products, drawn, dtype, shape, num_rows):
     weight, inputs, bias, other = (
         drawn(*shape),
@@ -105,23 +106,30 @@ def test_silu_of_large_sums_is_the_sum_or_nothing(products, dtype):
 def test_a_matrix_is_packed_in_its_own_memory(products, drawn, dtype):
     matrix, weight = Matrix((160, 96), dtype=dtype, device=CPU), drawn(160, 96)
     matrix.dense().copy_(weight)
-    place = matrix.dense().data_ptr()
+    held = matrix.dense()
+    place = held.data_ptr()
     matrix.seal()
     assert matrix.is_sealed
     assert isinstance(matrix._packed, CompiledWeight)
-    assert matrix._packed._weight.data_ptr() == place
+    assert matrix._packed.memory.data_ptr() == place
     assert torch.equal(matrix.dense(), weight)
+    num_writes = matrix.num_writes
+    held[0, 0] += 1  # by somebody who has it from before
+    assert matrix.num_writes > num_writes
+    matrix.unseal()
+    assert not matrix.is_sealed
+    assert matrix.dense().data_ptr() == place
 
 
-@pytest.mark.parametrize("shape", [(17, 64), (64, 40), (64, 4128)])
+@pytest.mark.parametrize("shape", [(17, 64), (64, 40)])
 def test_other_shapes_go_to_a_library(drawn, shape):
     weight, inputs = drawn(*shape), drawn(5, shape[1], seed=1)
     exact = inputs.double() @ weight.double().T
     assert products_for(weight) is None
     assert torch.allclose(multiply_shared(inputs, weight).double(), exact, rtol=2**-7, atol=0.05)
     packed = pack(weight)
+    assert packed is None or isinstance(packed, OneDnnWeight)
     if packed is not None:
-        assert isinstance(packed, OneDnnWeight)
         assert torch.allclose(packed.product(inputs).double(), exact, rtol=2**-7, atol=0.05)
 
 

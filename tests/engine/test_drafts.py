@@ -74,7 +74,8 @@ def test_completions_are_the_same_and_take_fewer_steps(sampled, name, dtype, det
         assert with_drafts.logprobs == pytest.approx(without.logprobs, abs=1e-4)
     assert num_drafted < num_plain
     assert sum(each.drafted_tokens for each in plain) == 0
-    assert sum(each.drafted_tokens for each in drafted) > 0
+    # Requests of one time may arrive between two steps, which takes a step more.
+    assert sum(each.drafted_tokens for each in drafted) >= 0.9 * (num_plain - num_drafted) > 0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.engine.torch.cpu.resources import _pause, end_team
+from strop.engine.torch.cpu.resources import _libgomp, end_team, use_threads
 
 _needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library than glibc")
 
@@ -101,7 +101,7 @@ def _num_threads():
 
 
 def test_a_thread_that_releases_its_team_leaves_no_thread_and_can_compute_again(two_threads):
-    if _pause() is None:
+    if _libgomp() is None:
         pytest.skip("torch does not use libgomp here")
     numbers = torch.ones(1 << 20)
     found = []
@@ -119,6 +119,24 @@ def test_a_thread_that_releases_its_team_leaves_no_thread_and_can_compute_again(
     thread.start()
     thread.join()
     assert found == [1, 0]
+
+
+def test_a_thread_has_a_number_of_threads_of_its_own(two_threads):
+    if _libgomp() is None:
+        pytest.skip("torch does not use libgomp here")
+    found = []
+
+    def compute(count):
+        if count is not None:
+            use_threads(count)
+        end_team()
+        found.append(torch.get_num_threads())
+
+    for count in (1, None, 5):
+        thread = threading.Thread(target=compute, args=(count,))
+        thread.start()
+        thread.join()
+    assert [*found, torch.get_num_threads()] == [1, 2, 5, 2]
 
 
 @pytest.mark.parametrize(

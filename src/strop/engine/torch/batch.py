@@ -367,7 +367,7 @@ class Batch:
         """(3, rows) float64 on the CPU: ids, log-probs, entropies."""
         device = self._decoder.device
         banned = banned_mask(logits, [(place, each) for place, row in enumerate(rows) for each in row.banned])
-        temperatures = torch.tensor([row.temperature for row in rows], device=device)
+        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device)
         uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device)
         if not any(row.limits for row in rows):
             return draw(logits, temperatures, uniform, banned).cpu()

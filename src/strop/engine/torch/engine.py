@@ -39,7 +39,7 @@ from strop.engine.protocol import (
 )
 from strop.engine.publication import Publication
 from strop.engine.torch.batch import Batch, Detokenizer, Job, ResultT, fail, resolve
-from strop.engine.torch.cpu.resources import end_team, give_back_freed_memory
+from strop.engine.torch.cpu.resources import end_team, give_back_freed_memory, use_threads
 from strop.engine.torch.decoder import Decoder, invariant_sizes
 from strop.engine.torch.sampling import uniforms
 from strop.engine.torch.weights import PublishedWeights
@@ -314,7 +314,7 @@ class Worker:
         end = EngineLost("the engine was closed.")
         try:
             if self._config.threads is not None:
-                torch.set_num_threads(self._config.threads)
+                use_threads(self._config.threads)
             self._serve()
         except BaseException as error:  # noqa: BLE001 - whatever ended this thread is handed to everybody who waits for it
             end = EngineLost(f"the engine's worker died of {type(error).__name__}: {error}")

@@ -72,7 +72,7 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor |
     if (kernels := draw_kernels(logits)) is not None:
         if banned is not None:
             logits = logits.masked_fill(banned, -torch.inf)
-        return kernels.draw(logits.contiguous(), temperatures, uniform)
+        return kernels.draw(logits, temperatures, uniform)
     columns = [logits, temperatures, uniform, *([] if banned is None else [banned])]
     some_rows = zip(*(torch.split(column, DRAWN_AT_ONCE) for column in columns), strict=True)
     parts = [_draw_some(*some) for some in some_rows]

@@ -23,9 +23,8 @@ class Matrix:
     """One weight (out, in). It can be sealed: packed for the machine and read-only. Shared ones cannot.
 
     A product on a CPU rearranges its weight first, every time, unless the weight is packed beforehand: with 64 rows of
-    SmolLM2-135M that is a fifth of oneDNN's time in bfloat16, with 8 more than a third, and in float32, where oneDNN multiplies
-    packed weights and MKL others, a quarter to two thirds on a processor of AMD. Packing loses nothing: `dense` gives every
-    bit back.
+    SmolLM2-135M in bfloat16 that is a fifth of oneDNN's time, with 8 more than a third. Packing loses nothing: `dense` gives
+    every bit back.
     """
 
     def __init__(
@@ -43,7 +42,8 @@ class Matrix:
     @property
     def num_writes(self) -> int:
         """Grows with every in-place change that torch knows of."""
-        return 0 if self._plain is None or self._is_shared else self._plain._version
+        held = self._plain if self._packed is None else self._packed.memory
+        return 0 if held is None or self._is_shared else held._version
 
     def dense(self) -> Tensor:
         """The weight itself, or of a sealed one a copy."""
@@ -62,8 +62,8 @@ class Matrix:
     def unseal(self) -> None:
         """Make it writable again. What it held is gone if it was packed or freed."""
         if self._plain is None:
-            self._packed = None
-            self._plain = self._zeros()
+            memory = None if self._packed is None else self._packed.memory
+            self._packed, self._plain = None, self._zeros() if memory is None else memory
 
     def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """inputs weightᵀ (+ bias), of (N, in)."""

@@ -6,7 +6,7 @@
 
 #define BLOCK 256 /* ids whose probabilities are added up first */
 
-/* In which part; the sum of those before it is added to `before`. */
+/* Returns the part in which the sum passes the threshold, and adds the parts before it to `before`. */
 static inline int64_t passed_at(double threshold, const float *parts, int64_t count, double *before) {
     int64_t place = 0;
     while (place < count - 1 && *before + parts[place] <= threshold) *before += parts[place++];

@@ -106,7 +106,8 @@ class Kernels:
     def draw(self, logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
         """As `strop.engine.torch.sampling.draw`, with nothing banned."""
         drawn = torch.empty(3, len(logits), dtype=torch.float64)
-        self._draw(torch.get_num_threads(), *logits.shape, *addresses(logits, temperatures, uniform, drawn))
+        given = logits.contiguous(), temperatures.float().contiguous(), uniform.double().contiguous()
+        self._draw(torch.get_num_threads(), *logits.shape, *addresses(*given, drawn))
         return drawn
 
 

@@ -5,11 +5,14 @@
    it lies. A result depends on nothing but its row of the inputs and its row of the weight: not on the other rows, nor on which
    thread computes it.
 
+   Of more rows of inputs than TALL, each tile of TALL rows reads the panel from the processor's cache.
+
    The file that includes this one defines `element`, IN_WORD of which are a word, and multiply_add, loaded, stored. */
+
+#include <stdlib.h>
 
 #define VECTORS 3 /* registers across a panel; with TALL rows of inputs their sums leave room for the panel and an input */
 #define PANEL (VECTORS * LANES)
-#define MAX_WORDS (4096 / IN_WORD) /* in a row of a weight: a panel of so many stays in the processor's cache */
 
 typedef reg anywhere __attribute__((aligned(4), may_alias)); /* in memory */
 
@@ -64,11 +67,15 @@ INLINE int vectors_of(int64_t panel, int64_t rows) {
 /* weight: (rows, columns), rows and words of a row multiples of LANES. */
 void strop_pack(int64_t num_threads, int64_t rows, int64_t columns, float *weight) {
     const int64_t words = columns / IN_WORD;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < (rows + PANEL - 1) / PANEL; panel++) {
-        float packed[PANEL * MAX_WORDS];
-        repack(1, vectors_of(panel, rows), words, weight + panel * PANEL * words, packed);
-        memcpy(weight + panel * PANEL * words, packed, (size_t)(vectors_of(panel, rows) * LANES * words) * sizeof(float));
+#pragma omp parallel num_threads(num_threads)
+    {
+        float *packed = malloc((size_t)(PANEL * words) * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < (rows + PANEL - 1) / PANEL; panel++) {
+            repack(1, vectors_of(panel, rows), words, weight + panel * PANEL * words, packed);
+            memcpy(weight + panel * PANEL * words, packed, (size_t)(vectors_of(panel, rows) * LANES * words) * sizeof(float));
+        }
+        free(packed);
     }
 }
 
@@ -125,21 +132,25 @@ void strop_product(int64_t num_threads, int64_t num_rows, int64_t rows, int64_t 
                    const float *inputs, const float *weight, const element *bias, const element *other, element *out) {
     const Target to = {(int)operation, bias, other, out, rows};
     const int64_t words = columns / IN_WORD, num_tiles = (num_rows + TALL - 1) / TALL;
-    const int64_t step = (int64_t)sizeof(float) * PANEL / (num_tiles ? num_tiles : 1); /* bytes fetched ahead for each word */
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < (rows + PANEL - 1) / PANEL; panel++) {
-        float scratch[PANEL * MAX_WORDS];
-        const int vectors = vectors_of(panel, rows);
-        const float *packed = weight + panel * PANEL * words;
-        const char *ahead = (const char *)(packed + PANEL * words);
-        if (!is_packed) repack(1, vectors, words, packed, scratch), packed = scratch;
-        for (int64_t row = 0; row < num_rows; row += TALL, ahead += step * words) {
-            if (vectors == 3)
-                tile(3, words, inputs, row, num_rows, packed, panel * PANEL, ahead, step, &to);
-            else if (vectors == 2)
-                tile(2, words, inputs, row, num_rows, packed, panel * PANEL, ahead, step, &to);
-            else
-                tile(1, words, inputs, row, num_rows, packed, panel * PANEL, ahead, step, &to);
+    const int64_t step = (int64_t)sizeof(float) * PANEL / (num_tiles ? num_tiles : 1); /* bytes to what is fetched ahead for the next word */
+#pragma omp parallel num_threads(num_threads)
+    {
+        float *scratch = is_packed ? NULL : malloc((size_t)(PANEL * words) * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < (rows + PANEL - 1) / PANEL; panel++) {
+            const int vectors = vectors_of(panel, rows);
+            const float *packed = weight + panel * PANEL * words;
+            const char *ahead = (const char *)(packed + PANEL * words);
+            if (!is_packed) repack(1, vectors, words, packed, scratch), packed = scratch;
+            for (int64_t row = 0; row < num_rows; row += TALL, ahead += step * words) {
+                if (vectors == 3)
+                    tile(3, words, inputs, row, num_rows, packed, panel * PANEL, ahead, step, &to);
+                else if (vectors == 2)
+                    tile(2, words, inputs, row, num_rows, packed, panel * PANEL, ahead, step, &to);
+                else
+                    tile(1, words, inputs, row, num_rows, packed, panel * PANEL, ahead, step, &to);
+            }
         }
+        free(scratch);
     }
 }

@@ -1,8 +1,9 @@
-"""Matrix products on CPUs: those of decode steps by C of our own, others by oneDNN, in float32 where it is faster than MKL."""
+"""Matrix products on CPUs: by C of our own, by oneDNN, or by MKL, whichever is known to be the fastest."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -16,10 +17,10 @@ from strop.engine.torch.cpu.compiled import AMX, AVX2, AVX512, AVX512_BF16, addr
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 _PART_ROWS = 8192  # of a weight that are multiplied at once
 _FEW = 2**24  # multiplications of a float32 product: a call of oneDNN takes 20 us more
-_ROW_UNIT, _COLUMN_UNIT, _MAX_COLUMNS = 16, 32, 4096  # of a weight, in products.h
+_ROW_UNIT, _COLUMN_UNIT = 16, 32  # of whose multiples a weight's sizes are in products.h
 
 Operation: TypeAlias = Literal["none", "add", "mul", "silu"]
-"""What follows a product, before it is rounded: with another matrix, or alone."""
+"""What a product goes through before it is rounded; the first two after "none" take another matrix."""
 
 
 class Products:
@@ -62,7 +63,7 @@ class Products:
 def products_for(weight: Tensor) -> Products | None:
     """The compiled products, if this machine can have them for such a weight, and no library is known to be faster."""
     num_rows, num_columns = weight.shape
-    fits = weight.device.type == "cpu" and weight.is_contiguous() and num_columns <= _MAX_COLUMNS
+    fits = weight.device.type == "cpu" and weight.is_contiguous()
     return _compiled(weight.dtype) if fits and not num_rows % _ROW_UNIT and not num_columns % _COLUMN_UNIT else None
 
 
@@ -83,17 +84,17 @@ def _compiled(dtype: torch.dtype) -> Products | None:
 def _is_proven(products: Products, dtype: torch.dtype) -> bool:
     """Whether packing loses nothing and products are those of float32, rounded."""
     generator = torch.Generator().manual_seed(0)
-    weight, inputs, bias, other = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((112, 96), (11, 96), (112,), (11, 112))
-    )
-    exact = inputs.float() @ weight.float().T + bias.float()
     tolerance = 0.01 if dtype is torch.bfloat16 else 1e-4
-    packed = weight.clone()
-    products.pack(packed)
-    is_right = torch.equal(products.unpack(packed), weight)
-    after: dict[Operation, Tensor] = {"none": exact, "add": exact + other, "mul": exact * other, "silu": F.silu(exact)}
-    for operation, expected in after.items():
-        for is_packed in (True, False):
+    is_right = True
+    for num_rows in (80, 112):  # the last panel is a third, two thirds and all of the others
+        shapes = (num_rows, 96), (11, 96), (num_rows,), (11, num_rows)
+        weight, inputs, bias, other = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        exact = inputs.float() @ weight.float().T + bias.float()
+        packed = weight.clone()
+        products.pack(packed)
+        is_right &= torch.equal(products.unpack(packed), weight)
+        after: dict[Operation, Tensor] = {"none": exact, "add": exact + other, "mul": exact * other, "silu": F.silu(exact)}
+        for (operation, expected), is_packed in itertools.product(after.items(), (True, False)):
             which = packed if is_packed else weight
             found = products.product(inputs, which, bias, is_packed=is_packed, operation=operation, other=other)
             is_right &= torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
@@ -105,21 +106,23 @@ class CompiledWeight:
 
     def __init__(self, weight: Tensor, products: Products) -> None:
         products.pack(weight)
-        self._weight, self._products = weight, products
+        self.memory, self._products = weight, products
 
     def dense(self) -> Tensor:
         """A copy in the order that it had."""
-        return self._products.unpack(self._weight)
+        return self._products.unpack(self.memory)
 
     def product(
         self, inputs: Tensor, bias: Tensor | None = None, *, operation: Operation = "none", other: Tensor | None = None
     ) -> Tensor:
         """inputs weightᵀ + bias, after `operation`."""
-        return self._products.product(inputs, self._weight, bias, is_packed=True, operation=operation, other=other)
+        return self._products.product(inputs, self.memory, bias, is_packed=True, operation=operation, other=other)
 
 
 class OneDnnWeight:
     """A copy of a weight in the layout that oneDNN likes best here. Methods as of `CompiledWeight`."""
+
+    memory = None  # of what was given: not its own
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
@@ -177,10 +180,11 @@ def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def beats_mkl(inputs: Tensor, weight: Tensor) -> bool:
-    """Return whether oneDNN multiplies these faster than MKL: in float32, on processors that are not Intel's.
+    """Return whether MKL multiplies these slower than oneDNN and C do: in float32, on processors that are not Intel's.
 
-    There MKL does not use AVX-512: on an AMD EPYC, products of 1088 rows with weights of SmolLM2-135M reach 210 GFLOP/s by MKL
-    and 340 to 500 by oneDNN; with AVX2 only 210 and 185 to 255. No processor of Intel was measured.
+    There MKL does not use AVX-512: on an AMD EPYC, products of 1104 rows with weights of SmolLM2-135M reach 210 to 220 GFLOP/s
+    by MKL, 480 to 500 by oneDNN and 450 to 510 by C; with AVX2 only 210 to 230, 230 to 250 and 260. No processor of Intel was
+    measured.
     """
     if inputs.dtype is not torch.float32 or weight.dtype is not torch.float32 or inputs.device.type != "cpu":
         return False
@@ -202,7 +206,7 @@ def _uses_avx512() -> bool:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return inputs weightᵀ + bias without MKL, with gradients: (..., in), (out, in), (out,) -> (..., out)."""
+    """Return inputs weightᵀ + bias where `beats_mkl`, with gradients: (..., in), (out, in), (out,) -> (..., out)."""
     outputs: Tensor = _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
     return outputs
 

@@ -9,9 +9,10 @@ each thread releases its team after a compute phase; the next operation starts a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _is_kept = False
@@ -53,22 +54,30 @@ _SOFT = 1  # omp_pause_soft, OpenMP 5.0: threads start again when they are neede
 
 def end_team() -> None:
     """Release the OpenMP threads of the calling thread, which must not be inside a parallel operation."""
-    pause = _pause()
-    if pause is not None:
-        pause(_SOFT)
+    runtime = _libgomp()
+    if runtime is not None and hasattr(runtime, "omp_pause_resource_all"):
+        runtime.omp_pause_resource_all(_SOFT)
+
+
+def use_threads(count: int) -> None:
+    """Let the calling thread compute with so many, and leave all other threads as they are.
+
+    `torch.set_num_threads` is also for threads that begin later, and for MKL in all of them.
+    """
+    runtime = _libgomp()
+    if runtime is None:
+        torch.set_num_threads(count)
+    else:
+        torch.get_num_threads()  # at its first call, torch sets its own number in this thread
+        runtime.omp_set_num_threads(count)
 
 
 @cache
-def _pause() -> Callable[[int], int] | None:
-    """Return the function of libgomp, or None with another runtime, which needs no release."""
+def _libgomp() -> ctypes.CDLL | None:
+    """Return the OpenMP runtime of torch, or None if it is another one."""
     maps = Path("/proc/self/maps")
     try:
         paths = {line.split()[-1] for line in maps.read_text(encoding="utf-8").splitlines() if "libgomp" in line}
     except OSError:
         return None
-    for path in sorted(paths):
-        function = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
-        if function is not None:
-            typed: Callable[[int], int] = function
-            return typed
-    return None
+    return ctypes.CDLL(min(paths)) if paths else None
