@@ -43,7 +43,7 @@ def _product_s(width: int, device: torch.device, dtype: torch.dtype, tries: int)
     left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
 
     def multiply() -> None:
-        if beats_mkl(left, right):  # as trainers do
+        if beats_mkl(left, right):  # as trainers do for gradients
             multiply_by_onednn(left, right)
         else:
             left @ right

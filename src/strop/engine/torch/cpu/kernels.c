@@ -272,7 +272,8 @@ void strop_draw(int64_t num_threads, int64_t num_rows, int64_t num_logits, const
             while (id < num_logits - 1 && single(of[id]) != top) id++;
         else {
             const double threshold = uniforms[row] * total;
-            const int64_t start = BLOCK * passed_at(threshold, sums, num_blocks, &before), left = num_logits - start < BLOCK ? num_logits - start : BLOCK;
+            const int64_t start = BLOCK * passed_at(threshold, sums, num_blocks, &before);
+            const int64_t left = num_logits - start < BLOCK ? num_logits - start : BLOCK;
             for (int64_t i = 0; i < left; i += LANES)
                 _mm512_store_ps(parts + i, exponentials(of + start + i, left - i, _mm512_set1_ps(top), _mm512_set1_ps(factor), &scaled));
             id = start + passed_within(threshold - before, parts, left);

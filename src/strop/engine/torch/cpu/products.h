@@ -7,7 +7,8 @@
 
    Of more rows of inputs than TALL, each tile of TALL rows reads the panel from the processor's cache.
 
-   The file that includes this one defines `element`, IN_WORD of which are a word, and multiply_add, loaded, stored. */
+   The file that includes this one defines `element`, IN_WORD of which are a word; `reg`, a register of LANES float32; TALL; and
+   loaded, stored, exponentials and multiply_add. */
 
 #include <stdlib.h>
 

@@ -86,7 +86,7 @@ def _is_proven(products: Products, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     tolerance = 0.01 if dtype is torch.bfloat16 else 1e-4
     is_right = True
-    for num_rows in (80, 112):  # the last panel is a third, two thirds and all of the others
+    for num_rows in (80, 112):  # with 8 and with 16 lanes they have panels of one, two and three registers
         shapes = (num_rows, 96), (11, 96), (num_rows,), (11, num_rows)
         weight, inputs, bias, other = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         exact = inputs.float() @ weight.float().T + bias.float()
@@ -183,8 +183,8 @@ def beats_mkl(inputs: Tensor, weight: Tensor) -> bool:
     """Return whether MKL multiplies these slower than oneDNN and C do: in float32, on processors that are not Intel's.
 
     There MKL does not use AVX-512: on an AMD EPYC, products of 1104 rows with weights of SmolLM2-135M reach 210 to 220 GFLOP/s
-    by MKL, 480 to 500 by oneDNN and 450 to 510 by C; with AVX2 only 210 to 230, 230 to 250 and 260. No processor of Intel was
-    measured.
+    by MKL, 480 to 500 by oneDNN and 450 to 510 by C; with AVX2 only 210 to 230, 230 to 250 and 260 to 270. No processor of
+    Intel was measured.
     """
     if inputs.dtype is not torch.float32 or weight.dtype is not torch.float32 or inputs.device.type != "cpu":
         return False
