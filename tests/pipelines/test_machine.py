@@ -12,7 +12,7 @@ from strop.pipeline.plan import check_stages, plan
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory
 
-TINY = Path(__file__).with_name("tiny.toml")
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
 def check_machine(recipe, *, done=(), **options):
@@ -230,7 +230,7 @@ def test_a_reward_model_that_is_there_passes_and_stages_that_judge_nothing_need_
 
 def test_a_run_ends_before_its_directory_is_made(strop, tmp_path):
     engine = ["--set", "engine.kind=vllm", "--set", f"engine.python={tmp_path / 'none'}"]
-    code, said = strop("train", TINY, *engine, "--runs", tmp_path / "runs")
+    code, said = strop("train", DEMO, *engine, "--runs", tmp_path / "runs")
     assert code == 2
     assert f"engine.python: {tmp_path / 'none'} does not exist." in " ".join(said.split())
     assert not (tmp_path / "runs").exists()
