@@ -88,6 +88,33 @@ def test_a_row_is_multiplied_alike_wherever_it_is_and_by_any_number_of_threads(p
         torch.set_num_threads(num_threads)
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 67, 2051])  # the last is summed up in two parts or three
+@pytest.mark.parametrize("shape", [(16, 32), (80, 96), (112, 160), (4112, 32)])
+def test_gradients_are_sums_in_float32(products, drawn, dtype, shape, num_rows):
+    weight, inputs, of_outputs = drawn(*shape), drawn(num_rows, shape[1], seed=1), drawn(num_rows, shape[0], seed=2)
+    of_inputs = products.input_gradient(of_outputs, weight)
+    assert of_inputs.dtype is dtype
+    assert torch.allclose(of_inputs.double(), of_outputs.double() @ weight.double(), rtol=ROUNDING[dtype], atol=2e-3)
+    total = torch.full(shape, 3.0)
+    products.add_weight_gradient(of_outputs, inputs, total)
+    assert torch.allclose(total.double(), of_outputs.double().T @ inputs.double() + 3, rtol=1e-5, atol=1e-3)
+
+
+def test_gradients_are_the_same_by_any_number_of_threads(products, drawn):
+    weight, inputs, of_outputs = drawn(208, 320), drawn(45, 320, seed=1), drawn(45, 208, seed=2)
+    found = []
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            total = torch.zeros(weight.shape)
+            products.add_weight_gradient(of_outputs, inputs, total)
+            found.append((products.input_gradient(of_outputs, weight), total))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
 def test_what_is_not_finite_stays_visible(products, drawn):
     weight, inputs = drawn(32, 64), drawn(9, 64, seed=1)
     inputs[4, 10] = torch.nan

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from strop.engine.torch.cpu import products
-from strop.engine.torch.cpu.products import beats_mkl, linear
+from strop.engine.torch.cpu.products import beats_mkl
 from strop.training import logprobs
+from strop.training.cpu.lean_layers import linear
 
 CPU = torch.device("cpu")
 
@@ -70,8 +71,9 @@ def test_log_probs_and_gradients_of_a_head_are_those_of_mkl(monkeypatch, dtype):
         return found, entropies, *torch.autograd.grad((found * to_logprobs).sum() + entropies.sum(), given)
 
     ours = figures()
-    monkeypatch.setattr(logprobs, "beats_mkl", lambda *_: False)
-    monkeypatch.setattr(logprobs, "products_for", lambda weight: None)
+    monkeypatch.setattr(products, "beats_mkl", lambda *_: False)
+    for module in (products, logprobs):
+        monkeypatch.setattr(module, "products_for", lambda *_: None)
     rounding = 1e-5 if dtype is torch.float32 else 0.02
     for one, other in zip(ours, figures(), strict=True):
         assert torch.allclose(one, other, rtol=rounding, atol=rounding)

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.training.logprobs import head_logprobs
 from strop.training.models import checkpoint_activations
-from strop.training.weights import MasterWeights, add_up_in, embed, gradient_sum, zeros_together
+from strop.training.weights import MasterWeights, add_up_in, embed, master_of, zeros_together
 
 VOCABULARY, WIDTH = 11, 4
 
@@ -81,7 +81,7 @@ def test_positions_that_a_head_is_filled_up_with_change_nothing():
 def test_a_frozen_or_plain_embedding_is_left_to_autograd():
     embedding, master = table()
     embedding.weight.requires_grad_(False)
-    assert gradient_sum(embedding.weight) is None
+    assert master_of(embedding.weight) is None
     assert not embed(embedding, torch.tensor([[1]])).requires_grad
     plain = nn.Embedding(VOCABULARY, WIDTH)
     embed(plain, torch.tensor([[2, 2]])).sum().backward()

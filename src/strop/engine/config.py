@@ -37,14 +37,13 @@ def measured_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 def _product_s(width: int, device: torch.device, dtype: torch.dtype, tries: int) -> float:
     import torch
 
-    from strop.engine.torch.cpu.products import beats_mkl
-    from strop.engine.torch.cpu.products import multiply as multiply_by_onednn
+    from strop.engine.torch.cpu.products import is_faster, product
 
     left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
 
     def multiply() -> None:
-        if beats_mkl(left, right):  # as trainers do for gradients
-            multiply_by_onednn(left, right)
+        if is_faster(left, right):
+            product(left, right)
         else:
             left @ right
         if device.type == "cuda":

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.engine.torch.cpu.products import beats_mkl, multiply, products_for
+from strop.engine.torch.cpu.products import add_weight_gradient, input_gradient, products_for
 from strop.training.attention import UNIT, lay_out
 from strop.training.cpu.kernels import Kernels, compiled
-from strop.training.weights import embed, gradient_sum
+from strop.training.weights import embed, gradient_sum, master_of
 
 if TYPE_CHECKING:
     import transformers
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
 _LOGITS_ON_DEVICE = 2**26  # float32, 256 MiB, and as much for the products
-_GRADIENT_ROWS_AT_ONCE = 2_048  # of the head's, while it is added up
 _BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
 
 
@@ -202,7 +201,7 @@ class _HeadLogprobs(torch.autograd.Function):
             logprobs[part], entropies[part], normalizers[part] = logits.figures(part, of_part, targets[part])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids, normalizers, entropies)
-        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        ctx.temperature, ctx.chunk, ctx.dtype, ctx.master = temperature, chunk, dtype, master_of(weight)
         ctx.last_logits = of_part if any(ctx.needs_input_grad) else None  # as many as are held at once anyway
         return logprobs, entropies
 
@@ -214,10 +213,7 @@ class _HeadLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         matrix = weight.to(ctx.dtype)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = gradient_sum(weight) if needs_weight else None
-        is_summed = of_weight is not None
-        if needs_weight and not is_summed:
-            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        of_weight = gradient_sum(weight, ctx.master) if needs_weight else None
         of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
         to_logprobs, to_entropies = (
             None if each is None else each * (-1 / ctx.temperature) for each in (to_logprobs, to_entropies)
@@ -236,13 +232,12 @@ class _HeadLogprobs(torch.autograd.Function):
                 of_bias=of_bias,
             )
             if of_hidden is not None:
-                by = multiply if beats_mkl(of_part, matrix.T) else F.linear
-                of_hidden[part] = by(of_part, matrix.T)
+                of_hidden[part] = input_gradient(of_part, matrix)
             if of_weight is not None:
-                _add_products(of_weight, of_part, hidden[part].to(ctx.dtype))
+                add_weight_gradient(of_weight, of_part, hidden[part].to(ctx.dtype))
         return (
             of_hidden,
-            None if of_weight is None or is_summed else of_weight.to(weight.dtype),
+            None if of_weight is None or ctx.master is not None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
             *(None,) * 6,
         )
@@ -354,13 +349,3 @@ class _Logits:
 def _dots(left: Tensor, right: Tensor) -> Tensor:
     """The dot product of each row of `left` with that of `right`, without their elementwise product: twice (m, V) -> (m,)."""
     return torch.bmm(left[:, None, :], right[:, :, None]).flatten()
-
-
-def _add_products(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-    """Add of_logits^T @ hidden to the float32 `total` (V, H), a few of its rows at a time."""
-    if total.dtype == hidden.dtype:
-        total.addmm_(of_logits.T, hidden)
-        return
-    for rows in range(0, len(total), _GRADIENT_ROWS_AT_ONCE):
-        block = slice(rows, rows + _GRADIENT_ROWS_AT_ONCE)
-        total[block] += of_logits[:, block].T @ hidden

@@ -19,7 +19,7 @@ from strop.training.attention import keep_attention, use_row_attention
 from strop.training.batch import MIN_SHARED
 from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import LogprobModule
-from strop.training.weights import layers_of
+from strop.training.weights import add_up_in, layers_of
 
 if TYPE_CHECKING:
     import transformers
@@ -120,7 +120,8 @@ def _rounded(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
                 exact.append((module, name, parameter))
     try:
         for module, name, parameter in exact:
-            module._parameters[name] = parameter.to(dtype)  # type: ignore[assignment]
+            rounded = module._parameters[name] = parameter.to(dtype)  # type: ignore[assignment]
+            add_up_in(rounded, parameter)
         yield
     finally:
         for module, name, parameter in exact:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,8 @@ class MasterWeights:
                 self._frozen[name] = parameter
             elif dtype is torch.float32 or parameter in late:
                 self._masters[name] = parameter
+                if dtype is torch.float32:
+                    add_up_in(parameter, parameter)
             else:
                 master = self._masters[name] = nn.Parameter(parameter.data)
                 parameter.data = parameter.data.to(dtype)
@@ -153,23 +156,30 @@ def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-_MASTER = "strop_master"
+_MASTER = "strop_master"  # a weak reference: in float32 it leads to the parameter itself
 
 
-def add_up_in(parameter: nn.Parameter, master: nn.Parameter) -> None:
+def add_up_in(parameter: Tensor, master: nn.Parameter) -> None:
     """Let functions that know of it add the gradient of `parameter` to that of its float32 `master`."""
-    setattr(parameter, _MASTER, master)
+    setattr(parameter, _MASTER, weakref.ref(master))
 
 
-def gradient_sum(parameter: Tensor) -> Tensor | None:
-    """The float32 tensor that the gradient of `parameter` is to be added to; None: autograd is to have it."""
-    master = getattr(parameter, _MASTER, None)
-    if master is None or not parameter.requires_grad:
-        return None
+def master_of(parameter: Tensor) -> Tensor | None:
+    """The float32 weight to whose gradient that of `parameter` is to be added; None: autograd is to have it.
+
+    A backward pass may get `parameter` as another object, so its forward pass calls this.
+    """
+    master: Tensor | None = getattr(parameter, _MASTER, lambda: None)()
+    return master if parameter.requires_grad else None
+
+
+def gradient_sum(weight: Tensor, master: Tensor | None) -> Tensor:
+    """What to add the gradient of `weight` to, in float32: that of its `master`, or zeros for autograd."""
+    if master is None:
+        return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     if master.grad is None:
         master.grad = torch.zeros_like(master)
-    total: Tensor = master.grad
-    return total
+    return master.grad
 
 
 def embed(embedding: nn.Module, ids: Tensor) -> Tensor:
@@ -177,7 +187,7 @@ def embed(embedding: nn.Module, ids: Tensor) -> Tensor:
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None or not torch.is_grad_enabled():
         embedded: Tensor = embedding(ids)
         return embedded
-    if gradient_sum(embedding.weight) is None:
+    if master_of(embedding.weight) is None:
         return F.embedding(ids, embedding.weight, embedding.padding_idx)
     rows: Tensor = _Rows.apply(embedding.weight, ids, embedding.padding_idx)  # type: ignore[no-untyped-call]
     return rows
@@ -197,14 +207,13 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(weight, ids)
-        ctx.padding = padding
+        ctx.padding, ctx.master = padding, master_of(weight)
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, of_rows: Tensor) -> tuple[None, ...]:
         weight, ids = ctx.saved_tensors
-        total = gradient_sum(weight)
-        assert total is not None
+        total = gradient_sum(weight, ctx.master)
         flat, gradients = ids.flatten(), of_rows.flatten(0, -2).to(total.dtype)
         if ctx.padding is not None:
             gradients = gradients.masked_fill((flat == ctx.padding)[:, None], 0.0)

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.engine.torch.cpu.products import beats_mkl, linear
+from strop.engine.torch.cpu.products import add_weight_gradient, input_gradient, is_faster, product
 from strop.training.cpu.kernels import WIDTH_UNIT, Kernels, compiled
+from strop.training.weights import gradient_sum, master_of
 
 if TYPE_CHECKING:
     import transformers
@@ -108,9 +109,36 @@ def _unit(module: Any, of_library: Any, inputs: Tensor) -> Tensor:
     return of_gate
 
 
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """inputs weightᵀ + bias where that `is_faster`: (..., in), (out, in), (out,) -> (..., out)."""
+    outputs: Tensor = _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+    return outputs
+
+
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    by = linear if beats_mkl(inputs, module.weight) else F.linear
+    by = linear if is_faster(inputs, module.weight) else F.linear
     return by(inputs, module.weight, module.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
+        ctx.master = master_of(weight)
+        return product(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, of_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
+        of_rows, of_inputs, of_weight = of_outputs.flatten(0, -2), None, None
+        if needs_weight:
+            total = gradient_sum(weight, ctx.master)
+            add_weight_gradient(total, of_rows, inputs.flatten(0, -2))
+            of_weight = total.to(weight.dtype) if ctx.master is None else None
+        if needs_inputs:
+            of_inputs = input_gradient(of_rows, weight).view(*of_outputs.shape[:-1], weight.shape[1])
+        return of_inputs, of_weight, of_rows.sum(0) if needs_bias else None
 
 
 class _Gated(torch.autograd.Function):

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from strop.engine.torch.cpu.compiled import AMX, AVX2, AVX512, AVX512_BF16, addr
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 _PART_ROWS = 8192  # of a weight that are multiplied at once
 _FEW = 2**24  # multiplications of a float32 product: a call of oneDNN takes 20 us more
+_GRADIENT_ROWS_AT_ONCE = 2048  # of a weight's, while products in another precision are added to it
 _ROW_UNIT, _COLUMN_UNIT = 16, 32  # of whose multiples a weight's sizes are in products.h
 
 Operation: TypeAlias = Literal["none", "add", "mul", "silu"]
@@ -30,6 +31,8 @@ class Products:
         self._pack = typed(library.strop_pack, "iiip")
         self._unpack = typed(library.strop_unpack, "iiipp")
         self._product = typed(library.strop_product, 6 * "i" + 5 * "p")
+        self._input_gradient = typed(library.strop_input_gradient, 4 * "i" + 4 * "p")
+        self._weight_gradient = typed(library.strop_weight_gradient, 4 * "i" + 3 * "p")
 
     def pack(self, weight: Tensor) -> None:
         """Bring a contiguous (out, in) into the order of `product`, where it lies."""
@@ -59,12 +62,31 @@ class Products:
         self._product(torch.get_num_threads(), *sizes, *addresses(inputs, weight, bias, other, out))
         return out
 
+    def input_gradient(self, of_outputs: Tensor, weight: Tensor) -> Tensor:
+        """of_outputs weight: (N, out), (out, in) -> (N, in)."""
+        of_outputs = of_outputs.contiguous()
+        out = of_outputs.new_empty(len(of_outputs), weight.shape[1])
+        sums = out if out.dtype is torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
+        sizes = len(of_outputs), *weight.shape
+        self._input_gradient(torch.get_num_threads(), *sizes, *addresses(of_outputs, weight, sums, out))
+        return out
 
-def products_for(weight: Tensor) -> Products | None:
-    """The compiled products, if this machine can have them for such a weight, and no library is known to be faster."""
+    def add_weight_gradient(self, of_outputs: Tensor, inputs: Tensor, total: Tensor) -> None:
+        """Add of_outputsᵀ inputs, of (N, out) and (N, in), to the float32 `total` (out, in)."""
+        of_outputs, inputs = of_outputs.contiguous(), inputs.contiguous()
+        sizes = len(inputs), *total.shape
+        self._weight_gradient(torch.get_num_threads(), *sizes, *addresses(of_outputs, inputs, total))
+
+
+def products_for(weight: Tensor, dtype: torch.dtype | None = None) -> Products | None:
+    """The compiled products, if this machine can have them for such a weight, and no library is known to be faster.
+
+    Args:
+        dtype: of the matrices that are multiplied, where it is not the weight's.
+    """
     num_rows, num_columns = weight.shape
     fits = weight.device.type == "cpu" and weight.is_contiguous()
-    return _compiled(weight.dtype) if fits and not num_rows % _ROW_UNIT and not num_columns % _COLUMN_UNIT else None
+    return _compiled(dtype or weight.dtype) if fits and not num_rows % _ROW_UNIT and not num_columns % _COLUMN_UNIT else None
 
 
 @cache
@@ -73,7 +95,7 @@ def _compiled(dtype: torch.dtype) -> Products | None:
         place = Path(__file__).with_name(source)
         return proven(place, instructions, Products, lambda products: _is_proven(products, dtype), useful=useful)
 
-    if dtype is torch.bfloat16 and not has_processor(AMX):
+    if dtype is torch.bfloat16 and _uses_avx512() and not has_processor(AMX):
         return by("products.c", AVX512_BF16)
     if dtype is torch.float32 and not _is_mkl_best():
         return by("products_float32.c", AVX2, AVX512 if _uses_avx512() else frozenset())
@@ -98,6 +120,10 @@ def _is_proven(products: Products, dtype: torch.dtype) -> bool:
             which = packed if is_packed else weight
             found = products.product(inputs, which, bias, is_packed=is_packed, operation=operation, other=other)
             is_right &= torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
+        of_inputs, of_weight = products.input_gradient(other, weight), torch.ones(weight.shape)
+        products.add_weight_gradient(other, inputs, of_weight)
+        is_right &= torch.allclose(of_inputs.float(), other.float() @ weight.float(), rtol=tolerance, atol=tolerance)
+        is_right &= torch.allclose(of_weight, other.float().T @ inputs.float() + 1, rtol=1e-4, atol=1e-4)
     return is_right
 
 
@@ -205,26 +231,35 @@ def _uses_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return inputs weightᵀ + bias where `beats_mkl`, with gradients: (..., in), (out, in), (out,) -> (..., out)."""
-    outputs: Tensor = _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
-    return outputs
+def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """inputs weightᵀ + bias, by C or else oneDNN: (..., in), (out, in), (out,) -> (..., out)."""
+    if (products := products_for(weight)) is None:
+        return multiply(inputs, weight, bias)
+    return products.product(inputs.flatten(0, -2), weight, bias, is_packed=False).view(*inputs.shape[:-1], len(weight))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
-        if (products := products_for(weight)) is None:
-            return multiply(inputs, weight, bias)
-        return products.product(inputs.flatten(0, -2), weight, bias, is_packed=False).view(*inputs.shape[:-1], len(weight))
+def is_faster(inputs: Tensor, weight: Tensor) -> bool:
+    """Whether `product` and its gradients are faster for such matrices than those of torch."""
+    if weight.dtype is torch.float32:
+        return beats_mkl(inputs, weight)
+    return inputs.dtype is weight.dtype and products_for(weight) is not None
 
-    @staticmethod
-    def backward(ctx: Any, of_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs, weight = ctx.saved_tensors
-        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
-        of_rows, of_weight = of_outputs.flatten(0, -2), None
-        if needs_weight:  # with AVX2 only, MKL is the faster one
-            rows = inputs.flatten(0, -2)
-            of_weight = multiply(of_rows.t(), rows.t()) if _uses_avx512() else of_rows.t() @ rows
-        return multiply(of_outputs, weight.t()) if needs_inputs else None, of_weight, of_rows.sum(0) if needs_bias else None
+
+def input_gradient(of_outputs: Tensor, weight: Tensor) -> Tensor:
+    """of_outputs weight, the gradient of what a linear layer got: (N, out), (out, in) -> (N, in)."""
+    if products := products_for(weight):
+        return products.input_gradient(of_outputs, weight)
+    by = multiply if beats_mkl(of_outputs, weight.t()) else F.linear
+    return by(of_outputs, weight.t())
+
+
+def add_weight_gradient(total: Tensor, of_outputs: Tensor, inputs: Tensor) -> None:
+    """Add of_outputsᵀ inputs, the gradient of a linear layer's weight, to the float32 `total`: (N, out), (N, in), (out, in)."""
+    if products := products_for(total, inputs.dtype):
+        products.add_weight_gradient(of_outputs, inputs, total)
+    elif inputs.dtype is total.dtype:
+        total.addmm_(of_outputs.t(), inputs)
+    else:
+        for rows in range(0, len(total), _GRADIENT_ROWS_AT_ONCE):
+            block = slice(rows, rows + _GRADIENT_ROWS_AT_ONCE)
+            total[block] += of_outputs[:, block].t() @ inputs
