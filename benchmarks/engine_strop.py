@@ -12,6 +12,7 @@ from pathlib import Path
 from engine_workload import COMPLETION_TOKENS, MAX_LENGTH, AnonymousPeak, Conversation, conversations, serve
 
 from strop.engine.config import EngineConfig
+from strop.engine.model_directory import config_of
 from strop.engine.protocol import CompletionRequest
 from strop.engine.torch.cpu.resources import keep_little_freed_memory
 from strop.engine.torch.engine import TorchEngine
@@ -54,6 +55,7 @@ def main() -> int:
         deterministic=bool(arguments.deterministic),
     )
     keep_little_freed_memory()
+    config_of(arguments.model)  # transformers imports 80 MiB of modules when it first reads a config
     peak = AnonymousPeak()
     idle_kib = peak.kib
     engine = TorchEngine.from_directory(arguments.model, config)

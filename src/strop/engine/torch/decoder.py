@@ -25,6 +25,7 @@ from strop.engine.torch.weights import DecoderWeights, LayerWeights
 from strop.errors import ModelError
 
 _log = logging.getLogger(__name__)
+_MEASURED_LAYERS = 2  # all have one shape; the last one computes its products for rows alone
 _MAX_COLUMN_SIZES = 20
 _MAX_ROW_SIZES, _ROW_STEP = 8, 8
 # oneDNN generates code for every size of every weight's shape and keeps it: 0.6 MiB each, five shapes in SmolLM2-135M.
@@ -208,20 +209,19 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
     """Return the sizes of `all_sizes` whose logits equal, bit for bit and in every row, the first row of the largest size.
 
     Every slot is given the same content, so all rows of all sizes should agree. Kernels are chosen by shape, not by value,
-    so weights of any later version behave alike, and all layers have one shape, so that two are enough: the last one computes
-    its products for rows alone. The weights held now must be real ones, since zeros agree always. The KV cache is used for it
-    and empty afterwards.
+    so weights of any later version behave alike. The weights held now must be real ones, since zeros agree always. The KV
+    cache is used for it and empty afterwards.
     """
     every = all_sizes(decoder)
     most_rows, most_slots, most_columns = _most_rows(decoder), decoder.num_slots, decoder.num_columns
-    decoder.cache.fill(torch.Generator().manual_seed(0))
+    decoder.cache.fill(torch.Generator().manual_seed(0), _MEASURED_LAYERS)
     position = min(KV_STEP, most_columns) * 2 // 3
 
     def logits(num_slots: int, num_tokens: int, num_columns: int) -> torch.Tensor:
         rows = [Row(slot=slot, id=0, position=position) for slot in range(min(num_slots, num_tokens))]
         num_rows = min(num_tokens, most_rows)
         shape = StepShape(num_tokens=num_tokens, num_rows=num_rows, num_slots=num_slots, num_columns=num_columns)
-        return decoder.step(rows, (), shape, num_layers=2)
+        return decoder.step(rows, (), shape, num_layers=_MEASURED_LAYERS)
 
     reference = logits(most_slots, most_rows, most_columns)[:1]
 
