@@ -25,7 +25,7 @@ from strop.engine.torch.weights import DecoderWeights, LayerWeights
 from strop.errors import ModelError
 
 _log = logging.getLogger(__name__)
-_MEASURED_LAYERS = 2  # all have one shape; the last one computes its products for rows alone
+_MEASURED_LAYERS = 2  # all have one shape; the last one computes its products only for rows
 _MAX_COLUMN_SIZES = 20
 _MAX_ROW_SIZES, _ROW_STEP = 8, 8
 # oneDNN generates code for every size of every weight's shape and keeps it: 0.6 MiB each, five shapes in SmolLM2-135M.

@@ -9,7 +9,6 @@ the slot is used again, and a fork of it takes the slot over: a conversation get
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import sys
@@ -147,8 +146,6 @@ class KvCache:
         if device.type != "cpu" or sys.platform != "linux":
             return torch.zeros(shape, dtype=dtype, device=device)
         mapping = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # of a kernel that has none
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # a cache is read a third faster
         self._mappings.append(mapping)
         return torch.frombuffer(mapping, dtype=dtype).view(shape)
 

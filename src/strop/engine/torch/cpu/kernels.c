@@ -22,9 +22,8 @@ INLINE __m512 fold_quarters(__m512 a, __m512 b) {
 }
 
 /* scores[c] = scale * query . keys[c] of `width` columns, the first `cut` of them (a multiple of 16) of `lent`; -inf up to the
-   next 16. Meanwhile fetches as many columns that lie `ahead` of these, unless that is 0. */
-INLINE void score(int dim, const bf16 *query, const bf16 *lent, const bf16 *own, int cut, int width, float scale,
-                  int64_t ahead, float *scores) {
+   next 16. */
+INLINE void score(int dim, const bf16 *query, const bf16 *lent, const bf16 *own, int cut, int width, float scale, float *scores) {
     __m512bh q[MAX_DIM / PAIRED];
     for (int i = 0; i < dim / PAIRED; i++) q[i] = load_pairs(query + i * PAIRED);
     for (int column = 0; column < width; column += LANES) {
@@ -36,11 +35,8 @@ INLINE void score(int dim, const bf16 *query, const bf16 *lent, const bf16 *own,
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++) {
                 sums[n] = _mm512_setzero_ps();
-                for (int i = 0; i < dim / PAIRED; i++) {
-                    const bf16 *key = keys + (column + 4 * j + n) * dim + i * PAIRED;
-                    if (ahead) _mm_prefetch((const char *)(key + ahead), _MM_HINT_T1);
-                    sums[n] = _mm512_dpbf16_ps(sums[n], q[i], load_pairs(key));
-                }
+                for (int i = 0; i < dim / PAIRED; i++)
+                    sums[n] = _mm512_dpbf16_ps(sums[n], q[i], load_pairs(keys + (column + 4 * j + n) * dim + i * PAIRED));
             }
             quads[j] = fold(sums[0], sums[1], sums[2], sums[3]);
         }
@@ -52,14 +48,11 @@ INLINE void score(int dim, const bf16 *query, const bf16 *lent, const bf16 *own,
     }
 }
 
-/* low, high += weights[h] . values of the columns `from` to `to`, both even, of `count` heads and 32 dimensions, and
-   fetch what lies `ahead` of these. */
-INLINE void add_columns(int dim, int count, uint32_t (*weights)[TILE / 2], const bf16 *values, int from, int to, int64_t ahead,
-                        __m512 *low, __m512 *high) {
+/* low, high += weights[h] . values of the columns `from` to `to`, both even, of `count` heads and 32 dimensions. */
+INLINE void add_columns(int dim, int count, uint32_t (*weights)[TILE / 2], const bf16 *values, int from, int to, __m512 *low,
+                        __m512 *high) {
     for (int column = from; column < to; column += 2) {
         const bf16 *value = values + column * dim;
-        _mm_prefetch((const char *)(value + ahead), _MM_HINT_T1);
-        _mm_prefetch((const char *)(value + dim + ahead), _MM_HINT_T1);
         __m512i a = _mm512_loadu_si512(value), b = _mm512_loadu_si512(value + dim);
         __m512bh first = (__m512bh)_mm512_unpacklo_epi16(a, b), second = (__m512bh)_mm512_unpackhi_epi16(a, b);
         for (int h = 0; h < count; h++) {
@@ -70,15 +63,14 @@ INLINE void add_columns(int dim, int count, uint32_t (*weights)[TILE / 2], const
     }
 }
 
-/* sums[h] += weights[h] . values of `width` columns, of `count` heads; weights are bfloat16, two columns to a word. Meanwhile
-   fetches as many columns from `next` on. */
+/* sums[h] += weights[h] . values of `width` columns, of `count` heads; weights are bfloat16, two columns to a word. */
 INLINE void weigh(int dim, int count, uint32_t (*weights)[TILE / 2], const bf16 *lent, const bf16 *own, int cut, int width,
-                  const bf16 *next, float (*sums)[MAX_DIM]) {
+                  float (*sums)[MAX_DIM]) {
     for (int i = 0; i < dim; i += PAIRED) {
         __m512 low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
         for (int h = 0; h < count; h++) low[h] = _mm512_load_ps(sums[h] + i), high[h] = _mm512_load_ps(sums[h] + i + LANES);
-        add_columns(dim, count, weights, lent + i, 0, cut, next - lent, low, high);
-        add_columns(dim, count, weights, own + i, cut, width, next - own, low, high);
+        add_columns(dim, count, weights, lent + i, 0, cut, low, high);
+        add_columns(dim, count, weights, own + i, cut, width, low, high);
         for (int h = 0; h < count; h++) _mm512_store_ps(sums[h] + i, low[h]), _mm512_store_ps(sums[h] + i + LANES, high[h]);
     }
 }
@@ -90,7 +82,6 @@ typedef struct {
     int64_t lent;                        /* how many of them, a multiple of 16 */
     int64_t length;                      /* of all columns */
     int64_t block, block_stride;
-    const bf16 *next; /* keys that are read after these */
 } Columns;
 
 /* One token and the query heads that share one key head: softmax(scale * query keys^T) values, tile by tile. Where columns are
@@ -111,7 +102,7 @@ INLINE void attend_one(int dim, int group, const bf16 *query, Columns of, float 
         const bf16 *keys = of.keys + offset, *values = of.values + offset;
         const bf16 *lent_keys = of.lent_keys + offset, *lent_values = of.lent_values + offset;
         for (int h = 0; h < group; h++) {
-            score(dim, query + h * dim, lent_keys, keys, cut, width, scale, h ? 0 : of.values - of.keys, scores);
+            score(dim, query + h * dim, lent_keys, keys, cut, width, scale, scores);
             __m512 largest = _mm512_set1_ps(top[h]);
             for (int c = 0; c < width; c += LANES) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + c));
             const float now = _mm512_reduce_max_ps(largest);
@@ -130,14 +121,11 @@ INLINE void attend_one(int dim, int group, const bf16 *query, Columns of, float 
                 for (int i = 0; i < dim; i += LANES)
                     _mm512_store_ps(sums[h] + i, _mm512_mul_ps(_mm512_load_ps(sums[h] + i), _mm512_set1_ps(kept)));
         }
-        const int64_t then = start + TILE;
-        const int64_t further = then / of.block * of.block_stride + then % of.block * dim;
-        const bf16 *next = then >= of.length ? of.next : (then < of.lent ? of.lent_keys : of.keys) + further;
         int h = 0;
         for (; h + HEADS_AT_ONCE <= group; h += HEADS_AT_ONCE)
-            weigh(dim, HEADS_AT_ONCE, weights + h, lent_values, values, cut, width, next, sums + h);
-        if (group - h == 2) weigh(dim, 2, weights + h, lent_values, values, cut, width, next, sums + h);
-        if (group - h == 1) weigh(dim, 1, weights + h, lent_values, values, cut, width, next, sums + h);
+            weigh(dim, HEADS_AT_ONCE, weights + h, lent_values, values, cut, width, sums + h);
+        if (group - h == 2) weigh(dim, 2, weights + h, lent_values, values, cut, width, sums + h);
+        if (group - h == 1) weigh(dim, 1, weights + h, lent_values, values, cut, width, sums + h);
     }
     /* The sums are in the order in which two columns interleave: each half of a register's quarters lies apart. */
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -170,10 +158,8 @@ void strop_attend(int64_t num_threads, int64_t num_tokens, int64_t num_heads, in
         const int64_t token = item % num_tokens, head = item / num_tokens;
         const int64_t own = (slots[token] * num_kv_heads + head) * block * dim;
         const int64_t lender = (lenders[token] * num_kv_heads + head) * block * dim;
-        const int64_t then = item + 1 < num_tokens * num_kv_heads ? item + 1 : item, next = then % num_tokens;
-        const int64_t place = ((lent[next] ? lenders[next] : slots[next]) * num_kv_heads + then / num_tokens) * block * dim;
         const Columns of = {keys + own,    values + own, keys + lender, values + lender, lent[token] & ~(int64_t)(LANES - 1),
-                            lengths[token], block,        block_stride,  keys + place};
+                            lengths[token], block,        block_stride};
         const bf16 *query = queries + token * query_stride + head * group * dim;
         bf16 *target = out + (token * num_heads + head * group) * dim;
         if (dim == 64)
