@@ -101,7 +101,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1144,
     "curation": 1318,  # 1600
     "doctor": 1495,
-    "engine": 6771,  # 6000
+    "engine": 6766,  # 6000
     "evaluation": 1508,  # 1400
     "pipeline": 1633,
     "recipe": 924,
@@ -114,7 +114,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "stages": 5673,  # 3800
     "tasks": 2647,  # 2200
     "tools": 2191,  # 2000
-    "training": 5056,  # 4500
+    "training": 5060,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
@@ -123,8 +123,8 @@ def test_the_package_does_not_grow() -> None:
     # The goals are older than some 6 800 of the code lines: what released recipes, graders and hand-outs of the papers ask for
     # (4 400), the cluster and rollouts in flight (2 000), trees, drafts and processors (500).
     assert len(FILES) <= 278  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 42_212  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_495  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 42_208  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_494  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

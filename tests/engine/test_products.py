@@ -32,6 +32,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("shape", [(40, 96), (3, 7, 96)])
 @pytest.mark.parametrize("num_outputs", [32, 30])  # those that C multiplies, and others
 def test_a_linear_layer_has_the_gradients_of_float64(monkeypatch, num_outputs, capability, shape):
+    monkeypatch.setattr(products, "_FEW", 0)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     given = [drawn(*shape), drawn(num_outputs, 96, seed=1), drawn(num_outputs, seed=2)]
     single, double = ([each.to(dtype).requires_grad_() for each in given] for dtype in (torch.float32, torch.float64))

@@ -7,6 +7,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from strop.engine.torch.cpu import products
+from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import head_logprobs
 from strop.training.models import checkpoint_activations
 from strop.training.weights import MasterWeights, add_up_in, embed, master_of, zeros_together
@@ -102,6 +104,29 @@ def test_a_tied_matrix_gets_the_gradients_of_both_its_uses(model_directory):
         token_logprobs(each, ids, where, temperature=1.0)[0].sum().backward()
     ours, expected = masters.named()["model.embed_tokens.weight"].grad, plain.get_input_embeddings().weight.grad
     assert (ours - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("is_again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_of_two_backward_passes_are_those_of_autograd(model_directory, monkeypatch, dtype, is_again):
+    monkeypatch.setattr(products, "_FEW", 0)  # small ones are left to torch otherwise
+    model, plain = (AutoModelForCausalLM.from_pretrained(model_directory).eval() for _ in range(2))
+    use_lean_layers(model)
+    if is_again:
+        checkpoint_activations(model, None if dtype is torch.float32 else dtype)
+    masters = MasterWeights(model, dtype, rounds_layers=not is_again).named()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(3))
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    for each in (model, plain) * 2:
+        token_logprobs(each, ids, where, temperature=1.0)[0].sum().backward()
+    expected = dict(plain.named_parameters())
+    assert masters.keys() == expected.keys()
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    for name, master in masters.items():
+        assert (master.grad - expected[name].grad).norm() < tolerance * expected[name].grad.norm(), name
 
 
 def test_tensors_made_together_share_one_block_and_no_element():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +88,7 @@ class MasterWeights:
             elif dtype is torch.float32 or parameter in late:
                 self._masters[name] = parameter
                 if dtype is torch.float32:
-                    add_up_in(parameter, parameter)
+                    add_up_in(parameter, None)
             else:
                 master = self._masters[name] = nn.Parameter(parameter.data)
                 parameter.data = parameter.data.to(dtype)
@@ -156,12 +155,15 @@ def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-_MASTER = "strop_master"  # a weak reference: in float32 it leads to the parameter itself
+_MASTER = "strop_master"
 
 
-def add_up_in(parameter: Tensor, master: nn.Parameter) -> None:
-    """Let functions that know of it add the gradient of `parameter` to that of its float32 `master`."""
-    setattr(parameter, _MASTER, weakref.ref(master))
+def add_up_in(parameter: Tensor, master: nn.Parameter | None) -> None:
+    """Let functions that know of it add the gradient of `parameter` to that of its float32 `master`, or to its own if None.
+
+    What they add autograd does not see: `torch.autograd.grad` and hooks on `parameter` miss it.
+    """
+    setattr(parameter, _MASTER, master)
 
 
 def master_of(parameter: Tensor) -> Tensor | None:
@@ -169,8 +171,10 @@ def master_of(parameter: Tensor) -> Tensor | None:
 
     A backward pass may get `parameter` as another object, so its forward pass calls this.
     """
-    master: Tensor | None = getattr(parameter, _MASTER, lambda: None)()
-    return master if parameter.requires_grad else None
+    if not (parameter.requires_grad and hasattr(parameter, _MASTER)):
+        return None
+    master: Tensor | None = getattr(parameter, _MASTER)
+    return parameter if master is None else master
 
 
 def gradient_sum(weight: Tensor, master: Tensor | None) -> Tensor:

@@ -110,7 +110,7 @@ def _unit(module: Any, of_library: Any, inputs: Tensor) -> Tensor:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """inputs weightᵀ + bias where that `is_faster`: (..., in), (out, in), (out,) -> (..., out)."""
+    """inputs weightᵀ + bias by `product`, with its gradients: (..., in), (out, in), (out,) -> (..., out)."""
     outputs: Tensor = _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
     return outputs
 

@@ -2,11 +2,11 @@
 
    A word is a float32, or two bfloat16 whose products are added one after the other. A weight is multiplied panel by panel: PANEL
    of its rows, packed so that a register holds the same word of LANES rows. A panel takes the place of its rows, so a weight is
-   packed and unpacked where it lies. A result depends on nothing but its row of the inputs and its row of the weight: not on the
-   other rows, nor on which thread computes it.
+   packed and unpacked where it lies. A product depends on nothing but its row of the inputs and its row of the weight: not on the
+   other rows. Nothing depends on which thread computes it.
 
    Of more rows of inputs than TALL, each tile of TALL rows reads the panel from the processor's cache. Gradients add up more words
-   than that cache holds of a panel and a tile, so their sums stop after each DEEP words.
+   than that cache holds of a panel and a tile: after each DEEP words their sums are written, and read again to go on.
 
    The file that includes this one defines `element`, IN_WORD of which are a word; `reg`, a register of LANES float32; TALL; and
    loaded, stored, exponentials, multiply_add and words_of, which takes the words of LANES columns from IN_WORD rows. */
@@ -49,7 +49,7 @@ INLINE void transpose(reg *x) {
 }
 #endif
 
-/* Whole lines of the processor's cache. */
+/* Scratch that begins with a line of the processor's cache; to be freed. */
 INLINE float *room_for(int64_t words) { return aligned_alloc(64, (size_t)(words + 15) / 16 * 64); }
 
 /* Between `vectors` x LANES rows of `words` and their panel. */
@@ -100,16 +100,16 @@ typedef struct {
     int operation;
     const element *bias, *other; /* (rows of the weight,) or none; as large as `out`, or none */
     element *out;
-    int64_t stride;        /* of `out` */
-    const float *begun;    /* as large as `out`, or none: what the sums are added to */
-    float *unfinished;     /* as large as `out`, or none: where the sums go instead, before all else */
+    int64_t stride;      /* of `out` */
+    const float *add_to; /* as large as `out`, or none: what the sums are added to */
+    float *sums;         /* as large as `out`, or none: where they are written as they are, instead of `out` */
 } Target;
 
 INLINE void finish(reg sum, const Target *to, int64_t row, int64_t column) {
     const int64_t place = row * to->stride + column;
-    if (to->begun) sum += *(const anywhere *)(to->begun + place);
-    if (to->unfinished) {
-        *(anywhere *)(to->unfinished + place) = sum;
+    if (to->add_to) sum += *(const anywhere *)(to->add_to + place);
+    if (to->sums) {
+        *(anywhere *)(to->sums + place) = sum;
         return;
     }
     if (to->bias) sum += loaded(to->bias + column);
@@ -124,8 +124,10 @@ INLINE void tile(int vectors, int64_t words, const float *of[TALL], int64_t step
                  int64_t column, const char *ahead, int64_t further, const Target *to) {
     reg sums[TALL][VECTORS];
     for (int r = 0; r < TALL; r++) {
-        if (to->begun) _mm_prefetch((const char *)(to->begun + (row + r) * to->stride + column), _MM_HINT_T0);
-        for (int v = 0; v < vectors; v++) sums[r][v] = (reg){0};
+        for (int v = 0; v < vectors; v++) {
+            if (to->add_to) _mm_prefetch((const char *)(to->add_to + (row + r) * to->stride + column + v * LANES), _MM_HINT_T0);
+            sums[r][v] = (reg){0};
+        }
     }
     for (int64_t word = 0; word < words; word++) {
         reg weights[VECTORS];
@@ -189,16 +191,17 @@ INLINE void gather(int vectors, int64_t num_rows, const element *from, int64_t s
             *(anywhere *)panel = words_of(from + v * LANES, row + 1 < num_rows ? stride : 0);
 }
 
-/* out (num_rows, columns) = of_outputs (num_rows, rows) weight. `sums`: room as large as `out`, for float32. */
+/* out (num_rows, columns) = of_outputs (num_rows, rows) weight. */
 void strop_input_gradient(int64_t num_threads, int64_t num_rows, int64_t rows, int64_t columns, const float *of_outputs,
-                          const element *weight, float *sums, element *out) {
+                          const element *weight, element *out) {
     const int64_t words = rows / IN_WORD;
+    float *sums = words > DEEP ? room_for(num_rows * columns) : NULL;
 #pragma omp parallel num_threads(num_threads)
     {
         float *packed = room_for(PANEL * DEEP);
         for (int64_t from = 0; from < words; from += DEEP) {
             const int64_t depth = words - from < DEEP ? words - from : DEEP;
-            const Target to = {.out = out, .stride = columns, .begun = from ? sums : NULL, .unfinished = from + depth < words ? sums : NULL};
+            const Target to = {.out = out, .stride = columns, .add_to = from ? sums : NULL, .sums = from + depth < words ? sums : NULL};
 #pragma omp for schedule(static) nowait /* a panel is the same thread's each time */
             for (int64_t panel = 0; panel < num_panels(columns); panel++) {
                 const int vectors = vectors_of(panel, columns);
@@ -208,23 +211,24 @@ void strop_input_gradient(int64_t num_threads, int64_t num_rows, int64_t rows, i
         }
         free(packed);
     }
+    free(sums);
 }
 
 /* `height` columns of `num_rows` rows, which are added up, as `tiles` has inputs in tiles. */
-INLINE void gather_tiles(int64_t height, int64_t num_rows, const element *from, int64_t stride, float *tiles) {
+INLINE void gather_tiles(int64_t height, int64_t num_rows, const element *from, int64_t stride, float *packed) {
     const int64_t words = (num_rows + IN_WORD - 1) / IN_WORD;
     for (int64_t word = 0; word < words; word++, from += IN_WORD * stride)
         for (int64_t row = 0; row < height; row += LANES) {
             const reg x = words_of(from + row, word * IN_WORD + 1 < num_rows ? stride : 0);
             for (int i = 0; i < LANES; i += TALL)
-                memcpy(tiles + (row + i) * words + word * TALL, (const float *)&x + i, TALL * sizeof(float));
+                memcpy(packed + (row + i) * words + word * TALL, (const float *)&x + i, TALL * sizeof(float));
         }
 }
 
 /* total (rows, columns) += of_outputs^T (num_rows, rows) inputs (num_rows, columns). */
 void strop_weight_gradient(int64_t num_threads, int64_t num_rows, int64_t rows, int64_t columns, const element *of_outputs,
                            const element *inputs, float *total) {
-    float *panels = room_for(DEEP * columns);
+    float *panels = room_for((num_rows < DEEP ? num_rows : DEEP) * columns);
 #pragma omp parallel num_threads(num_threads)
     {
         float *packed = room_for(BLOCK * DEEP);
@@ -236,7 +240,7 @@ void strop_weight_gradient(int64_t num_threads, int64_t num_rows, int64_t rows, 
 #pragma omp for schedule(static)
             for (int64_t block = 0; block < rows; block += BLOCK) {
                 const int64_t height = rows - block < BLOCK ? rows - block : BLOCK;
-                const Target to = {.stride = columns, .begun = total + block * columns, .unfinished = total + block * columns};
+                const Target to = {.stride = columns, .add_to = total + block * columns, .sums = total + block * columns};
                 gather_tiles(height, deep, of_outputs + from * rows + block, rows, packed);
                 for (int64_t panel = 0; panel < num_panels(columns); panel++) {
                     const float *of_panel = panels + panel * PANEL * words;

@@ -31,7 +31,7 @@ class Products:
         self._pack = typed(library.strop_pack, "iiip")
         self._unpack = typed(library.strop_unpack, "iiipp")
         self._product = typed(library.strop_product, 6 * "i" + 5 * "p")
-        self._input_gradient = typed(library.strop_input_gradient, 4 * "i" + 4 * "p")
+        self._input_gradient = typed(library.strop_input_gradient, 4 * "i" + 3 * "p")
         self._weight_gradient = typed(library.strop_weight_gradient, 4 * "i" + 3 * "p")
 
     def pack(self, weight: Tensor) -> None:
@@ -66,16 +66,13 @@ class Products:
         """of_outputs weight: (N, out), (out, in) -> (N, in)."""
         of_outputs = of_outputs.contiguous()
         out = of_outputs.new_empty(len(of_outputs), weight.shape[1])
-        sums = out if out.dtype is torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
-        sizes = len(of_outputs), *weight.shape
-        self._input_gradient(torch.get_num_threads(), *sizes, *addresses(of_outputs, weight, sums, out))
+        self._input_gradient(torch.get_num_threads(), len(of_outputs), *weight.shape, *addresses(of_outputs, weight, out))
         return out
 
     def add_weight_gradient(self, of_outputs: Tensor, inputs: Tensor, total: Tensor) -> None:
         """Add of_outputsᵀ inputs, of (N, out) and (N, in), to the float32 `total` (out, in)."""
         of_outputs, inputs = of_outputs.contiguous(), inputs.contiguous()
-        sizes = len(inputs), *total.shape
-        self._weight_gradient(torch.get_num_threads(), *sizes, *addresses(of_outputs, inputs, total))
+        self._weight_gradient(torch.get_num_threads(), len(inputs), *total.shape, *addresses(of_outputs, inputs, total))
 
 
 def products_for(weight: Tensor, dtype: torch.dtype | None = None) -> Products | None:
@@ -104,7 +101,7 @@ def _compiled(dtype: torch.dtype) -> Products | None:
 
 @torch.inference_mode()
 def _is_proven(products: Products, dtype: torch.dtype) -> bool:
-    """Whether packing loses nothing and products are those of float32, rounded."""
+    """Whether packing loses nothing, and products and gradients are those of float32, rounded."""
     generator = torch.Generator().manual_seed(0)
     tolerance = 0.01 if dtype is torch.bfloat16 else 1e-4
     is_right = True
@@ -242,7 +239,8 @@ def is_faster(inputs: Tensor, weight: Tensor) -> bool:
     """Whether `product` and its gradients are faster for such matrices than those of torch."""
     if weight.dtype is torch.float32:
         return beats_mkl(inputs, weight)
-    return inputs.dtype is weight.dtype and products_for(weight) is not None
+    is_alike = inputs.dtype is weight.dtype and inputs.device == weight.device
+    return is_alike and products_for(weight) is not None
 
 
 def input_gradient(of_outputs: Tensor, weight: Tensor) -> Tensor:
