@@ -183,6 +183,42 @@ def test_of_a_wave_no_two_reads_write_to_the_same_place():
     assert waves.reads[4:].tolist() == [[10, 10, 0, 5, 0], [30, 10, 20, 5, 0], [10, 20, 0, 3, 0], [15, 3, 6, 2, 0]]
 
 
+def test_a_long_read_is_as_many_reads_at_a_time_as_it_has_parts():
+    own = [Read(queries=each, keys=each, is_own=True) for each in (slice(0, 600), slice(600, 1400))]
+    waves = Waves.of([*own, Read(queries=slice(600, 1400), keys=slice(0, 520), is_own=False)])
+    assert waves.starts.tolist() == [0, 2, 4, 6]
+    assert waves.reads[2:].tolist() == [
+        [600, 400, 0, 260, 0],
+        [1000, 400, 260, 260, 0],
+        [600, 400, 260, 260, 0],
+        [1000, 400, 0, 260, 0],
+    ]
+
+
+def test_parts_of_a_long_read_give_what_the_whole_gives(dtype, monkeypatch):
+    kernels = kernels_module.compiled(dtype)
+    if kernels is None:
+        pytest.skip("this machine cannot have the kernels")
+    generator = torch.Generator().manual_seed(1)
+    query, key, value, to_outputs = (
+        torch.randn(1, 1150, heads, 64, generator=generator).to(dtype).transpose(1, 2) for heads in (3, 1, 1, 3)
+    )
+    reads = [Read(queries=each, keys=each, is_own=True) for each in (slice(0, 550), slice(550, 1150))]
+    reads.append(Read(queries=slice(550, 1150), keys=slice(0, 540), is_own=False))
+
+    def all_of_it():
+        waves = Waves.of(reads)
+        outputs, normalizers = kernels.attend(query, key, value, waves, 0.125)
+        to_rows = to_outputs.transpose(1, 2)
+        return outputs, *kernels.attend_backward(query, key, value, outputs, normalizers, to_rows, waves, 0.125)
+
+    in_parts = all_of_it()
+    monkeypatch.setattr(kernels_module, "_MOST_PARTS", 1)
+    for ours, whole in zip(in_parts, all_of_it(), strict=True):
+        error = (ours.float() - whole.float()).norm() / whole.float().norm()
+        assert error < (0.01 if dtype is torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "dim", "value_dim"),
     [

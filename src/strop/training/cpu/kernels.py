@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ _SOURCES = {
 HEAD_UNIT = {torch.bfloat16: 32, torch.float32: 8}  # of whose multiples heads can be
 WIDTH_UNIT = {torch.bfloat16: 16, torch.float32: 1}  # of whose multiples the widths of norms and gates can be
 MAX_DIM, _ROWS_AT_ONCE = 256, 64  # of the sources
+_LEAST_PART, _MOST_PARTS = 256, 4  # tokens of a part of a shared read, and parts of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,9 @@ class Waves:
 
     @classmethod
     def of(cls, reads: Sequence[Read]) -> Waves:
-        """First those of rows to themselves, one of each token; then each read after those before it that it touches."""
+        """First those of rows to themselves, one of each token; then each block after those before it that it touches."""
         waves: list[list[Read]] = [[each for each in reads if each.is_own]]
-        for read in (each for each in reads if not each.is_own):
+        for read in (block for each in reads if not each.is_own for block in _blocks(each)):
             touched = (number for number, wave in enumerate(waves[1:], start=1) if any(_touch(read, other) for other in wave))
             number = max(touched, default=0) + 1
             if number == len(waves):
@@ -62,6 +63,19 @@ class Waves:
             for read in sorted(wave, key=lambda read: -_length(read.queries) * _length(read.keys))
         ]
         return cls(torch.tensor(rows), torch.tensor([0, *accumulate(map(len, waves))]))
+
+
+def _blocks(read: Read) -> Iterable[Read]:
+    """A long read in n x n blocks, n after n without a query or a key in common: for more threads than there are key heads."""
+    number = max(1, min(_MOST_PARTS, _length(read.queries) // _LEAST_PART, _length(read.keys) // _LEAST_PART))
+    queries, keys = _parts(read.queries, number), _parts(read.keys, number)
+    pairs = ((place, (place + shift) % number) for shift in range(number) for place in range(number))
+    return (replace(read, queries=queries[one], keys=keys[other]) for one, other in pairs)
+
+
+def _parts(whole: slice, number: int) -> list[slice]:
+    ends = [whole.start + _length(whole) * i // number for i in range(number + 1)]
+    return [slice(*each) for each in pairwise(ends)]
 
 
 def _length(part: slice) -> int:
