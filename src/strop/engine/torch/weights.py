@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.engine.model_directory import Architecture, read_weights
 from strop.engine.protocol import NamedTensor, weights_checksum
-from strop.engine.torch.cpu.products import CompiledWeight, OneDnnWeight, multiply_shared, pack
+from strop.engine.torch.cpu.products import CompiledWeight, OneDnnWeight, multiply_shared, pack, products_for
 from strop.engine.torch.cpu.resources import give_back_freed_memory
 from strop.errors import WeightsNotProven
 
@@ -38,6 +38,11 @@ class Matrix:
     @property
     def is_sealed(self) -> bool:
         return self._packed is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its products are in C: the same code for any number of rows."""
+        return isinstance(self._packed, CompiledWeight) or (self._plain is not None and products_for(self._plain) is not None)
 
     @property
     def num_writes(self) -> int:
