@@ -6,7 +6,10 @@ import torch.nn.functional as F
 
 from strop.engine.torch.cpu import products as products_module
 from strop.engine.torch.cpu.products import CompiledWeight, OneDnnWeight, multiply_shared, pack, products_for
-from strop.engine.torch.weights import Matrix
+from strop.engine.torch.decoder import CHUNK_BUDGET, Decoder, all_sizes
+from strop.engine.torch.weights import DecoderWeights, Matrix
+
+from .support import make_model
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 1e-5}
@@ -171,3 +174,16 @@ def test_amx_and_mkl_on_processors_of_intel_are_left_to_libraries(monkeypatch, d
         assert products_for(torch.zeros(16, 32, dtype=dtype)) is None
     finally:
         products_module._compiled.cache_clear()
+
+
+@pytest.mark.parametrize(("in_c", "num_sizes"), [(True, 8), (False, 3)])
+def test_a_library_has_few_sizes_of_steps_and_every_content_fits_one(in_c, num_sizes, monkeypatch):
+    monkeypatch.setattr(DecoderWeights, "multiply_in_c", in_c)
+    decoder = Decoder(make_model("llama").config, dtype=torch.float32, device=CPU, num_slots=60, max_length=100)
+    sizes = all_sizes(decoder)
+    assert len(sizes.tokens) == 2 * num_sizes
+    for num_rows in range(61):
+        for num_chunk_tokens in (0, 1, 7, 64, CHUNK_BUDGET):
+            if num_rows + num_chunk_tokens:
+                shape = sizes.shape(num_rows=num_rows, num_chunk_tokens=num_chunk_tokens, num_slots=1, num_columns=1)
+                assert shape.num_tokens >= num_rows + num_chunk_tokens

@@ -23,9 +23,11 @@ def sampled(monkeypatch):
     """Completions of requests one after the other, and the number of steps; `length` drafts at each step that has room."""
 
     def sample(requests, *, length, model=None, **settings):
-        monkeypatch.setattr(
-            DraftTimes, "choose", lambda _, most: max(each for each in (0, 1, 2, 4, 8) if each <= min(length, most))
-        )
+        def choose(_, most):
+            sample.rooms.append(most)
+            return max(each for each in (0, 1, 2, 4, 8) if each <= min(length, most))
+
+        monkeypatch.setattr(DraftTimes, "choose", choose)
         model = model or make_model("llama", scale=1.5)  # so sharp that attempts resemble each other
         config = EngineConfig(**{"slots": 8, "max_length": 200, "device": "cpu", **settings})
 
@@ -45,6 +47,7 @@ def sampled(monkeypatch):
 
         return asyncio.run(scenario())
 
+    sample.rooms = []  # for drafts of each conversation, by step
     return sample
 
 
@@ -76,6 +79,15 @@ def test_completions_are_the_same_and_take_fewer_steps(sampled, name, dtype, det
     assert sum(each.drafted_tokens for each in plain) == 0
     # Requests of one time may arrive between two steps, which takes a step more.
     assert sum(each.drafted_tokens for each in drafted) >= 0.9 * (num_plain - num_drafted) > 0
+
+
+@pytest.mark.parametrize(("slots", "alone", "four"), [(8, 7, 1), (64, 23, 5)])
+def test_drafts_fill_a_step_up_to_24_rows(sampled, slots, alone, four):
+    first, together, *_ = attempts()
+    sampled([first], length=0, slots=slots)
+    assert set(sampled.rooms) == {alone}
+    sampled([together], length=0, slots=slots)
+    assert min(sampled.rooms) == four
 
 
 @pytest.mark.parametrize("seed", range(4))

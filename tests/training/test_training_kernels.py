@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -133,8 +135,10 @@ def test_log_normalizers_are_those_of_all_keys_that_a_token_sees(kernels, dtype)
         torch.testing.assert_close(normalizers[0, :, token], expected, rtol=0, atol=1e-5)
 
 
-def test_the_number_of_threads_changes_no_bit(kernels, dtype):
-    layout = lay_out(*rows_of([90, 150, 151, 60], [0, 80, 100, 20]))
+@pytest.mark.parametrize(("lengths", "shared"), [([90, 150, 151, 60], [0, 80, 100, 20]), ([540, 1100, 1108], [0, 530, 530])])
+def test_the_number_of_threads_changes_no_bit(kernels, dtype, lengths, shared, monkeypatch):
+    monkeypatch.setattr("strop.training.attention._LONG", 2048)
+    layout = lay_out(*rows_of(lengths, shared))
     heads = some_heads(dtype, layout.ids.shape[1], 6, 2, 64)
     before, results = torch.get_num_threads(), []
     try:
@@ -183,40 +187,31 @@ def test_of_a_wave_no_two_reads_write_to_the_same_place():
     assert waves.reads[4:].tolist() == [[10, 10, 0, 5, 0], [30, 10, 20, 5, 0], [10, 20, 0, 3, 0], [15, 3, 6, 2, 0]]
 
 
-def test_a_long_read_is_as_many_reads_at_a_time_as_it_has_parts():
-    own = [Read(queries=each, keys=each, is_own=True) for each in (slice(0, 600), slice(600, 1400))]
-    waves = Waves.of([*own, Read(queries=slice(600, 1400), keys=slice(0, 520), is_own=False)])
-    assert waves.starts.tolist() == [0, 2, 4, 6]
-    assert waves.reads[2:].tolist() == [
-        [600, 400, 0, 260, 0],
-        [1000, 400, 260, 260, 0],
-        [600, 400, 260, 260, 0],
-        [1000, 400, 0, 260, 0],
-    ]
+@pytest.mark.parametrize("lengths", [[1200, 1990], [540, 1100, 1400], [1300, 2100, 2600]])
+def test_long_shared_reads_are_split_into_blocks_without_a_place_in_common(lengths):
+    shared = [0, *(length - 500 for length in lengths[:-1])]
+    reads = lay_out(*rows_of(lengths, shared)).reads
+    waves = Waves.of(reads)
+    tokens = torch.zeros(sum(lengths), sum(lengths), dtype=torch.int64)
+    for first, last in pairwise(waves.starts.tolist()):
+        queries, keys = Counter(), Counter()
+        for query, num_queries, key, num_keys, _ in waves.reads[first:last].tolist():
+            queries.update(range(query, query + num_queries))
+            keys.update(range(key, key + num_keys))
+            tokens[query : query + num_queries, key : key + num_keys] += 1
+        assert max(*queries.values(), *keys.values()) == 1
+    for read in reads:
+        tokens[read.queries, read.keys] -= 1
+    assert not tokens.any()
+    assert len(waves.reads) > len(reads)
 
 
-def test_parts_of_a_long_read_give_what_the_whole_gives(dtype, monkeypatch):
-    kernels = kernels_module.compiled(dtype)
-    if kernels is None:
-        pytest.skip("this machine cannot have the kernels")
-    generator = torch.Generator().manual_seed(1)
-    query, key, value, to_outputs = (
-        torch.randn(1, 1150, heads, 64, generator=generator).to(dtype).transpose(1, 2) for heads in (3, 1, 1, 3)
-    )
-    reads = [Read(queries=each, keys=each, is_own=True) for each in (slice(0, 550), slice(550, 1150))]
-    reads.append(Read(queries=slice(550, 1150), keys=slice(0, 540), is_own=False))
-
-    def all_of_it():
-        waves = Waves.of(reads)
-        outputs, normalizers = kernels.attend(query, key, value, waves, 0.125)
-        to_rows = to_outputs.transpose(1, 2)
-        return outputs, *kernels.attend_backward(query, key, value, outputs, normalizers, to_rows, waves, 0.125)
-
-    in_parts = all_of_it()
-    monkeypatch.setattr(kernels_module, "_MOST_PARTS", 1)
-    for ours, whole in zip(in_parts, all_of_it(), strict=True):
-        error = (ours.float() - whole.float()).norm() / whole.float().norm()
-        assert error < (0.01 if dtype is torch.bfloat16 else 1e-5)
+def test_what_is_read_in_blocks_is_torch_s(kernels, dtype, monkeypatch):
+    monkeypatch.setattr("strop.training.attention._LONG", 2048)
+    layout = lay_out(*rows_of([540, 1100, 1108], [0, 530, 530]))
+    assert len(layout.waves.reads) > len(layout.reads)
+    heads = some_heads(dtype, layout.ids.shape[1], 3, 1, 64)
+    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, EXACT))
 
 
 @pytest.mark.parametrize(

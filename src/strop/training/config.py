@@ -120,7 +120,10 @@ class TrainerConfig(Config):
         " engine; cpu with optimizer.moments = 'disk'.",
     )
     max_tokens_per_microbatch: int = Field(
-        default=16_384, gt=0, le=_MAX_COUNT, description="Tokens of a micro-batch. Changes memory, never the gradient."
+        default=16_384,
+        gt=0,
+        le=_MAX_COUNT,
+        description="Tokens of a micro-batch. Changes memory, and the gradient by rounding only.",
     )
     packing: bool = Field(
         default=True, description="Place rows end to end without padding, and compute prefixes that rows share once."

@@ -27,6 +27,7 @@ Detokenizer = Callable[[Sequence[int]], str]
 ResultT = TypeVar("ResultT")
 
 _LENGTHS = (0, 1, 2, 4, 8)  # drafts for each conversation, of which the fastest is used
+_DRAFT_ROWS = 24  # to which drafts fill a step up
 _TRIES = 4  # steps of each length before any is preferred
 _RETRY = 32  # steps until another length is measured again
 _KEPT = 0.9  # weight of the steps before, when the next one is measured
@@ -60,9 +61,9 @@ class Awaited:
 class DraftTimes:
     """Seconds and tokens of steps, by the number of drafts for each conversation; those long ago weigh little.
 
-    A step pads its products to one of a few sizes. When few conversations are left, drafts take the place of the padding: each
-    is computed as if it had been drawn, the token after it is drawn with its own uniform, and what was drawn after a wrong
-    draft is dropped. So drafts change the time that a completion takes, and none of its tokens.
+    A step of few rows takes hardly less time than one of `_DRAFT_ROWS`. When few conversations are left, drafts fill it up:
+    each is computed as if it had been drawn, the token after it is drawn with its own uniform, and what was drawn after a
+    wrong draft is dropped. So drafts change the time that a completion takes, and none of its tokens.
     """
 
     def __init__(self) -> None:
@@ -323,11 +324,12 @@ class Batch:
         return chunks
 
     def _step_with_drafts(self, rows: list[Row], ready: list[Conversation]) -> None:
-        """Compute drafts where the products of the step would be padded, as many as pay. Without them each bit is the same."""
+        """Compute drafts next to few rows, as many as pay. Without them each bit is the same."""
         started = time.perf_counter()
         num_before = sum(len(each.ids) for each in ready)
         can_repeat = self.sizes.is_invariant or not self._config.deterministic
-        most = covering(self.sizes.tokens, len(rows)) // len(rows) - 1 if can_repeat else 0
+        room = max(len(rows), min(_DRAFT_ROWS, self._config.slots))
+        most = covering(self.sizes.tokens, room) // len(rows) - 1 if can_repeat else 0
         longest = self._draft_times.choose(most)
         num_left = {each: len(job.uniforms) - len(job.ids) for each, job in self._running.items()}
         drafts = {each: each.attempts.draft(each, longest)[: num_left[each] - 1] for each in ready}

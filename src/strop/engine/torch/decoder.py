@@ -27,9 +27,9 @@ from strop.errors import ModelError
 _log = logging.getLogger(__name__)
 _MEASURED_LAYERS = 2  # all have one shape; the last one computes its products only for rows
 _MAX_COLUMN_SIZES = 20
-_MAX_SIZES, _ROW_STEP = 8, 8
+_MAX_SIZES, _ROW_STEP = 8, 8  # with more, padding costs hardly less, and measuring them takes longer
 # oneDNN generates code for every size of every weight's shape and keeps it: 0.6 MiB each, five shapes in SmolLM2-135M.
-_MAX_LIBRARY_SIZES = 3
+_MAX_SIZES_OF_LIBRARY = 3  # of rows, and of chunk tokens next to all rows
 CHUNK_BUDGET = 256  # tokens of prompts and observations in one step, next to the rows
 
 
@@ -180,8 +180,8 @@ def covering(sizes: Sequence[int], number: int) -> int:
 
 
 def all_sizes(decoder: Decoder) -> StepSizes:
-    """Return the candidate sizes: at most 8 of slots, of rows, and of chunk tokens next to all rows; 20 KV lengths."""
-    max_sizes = _MAX_SIZES if decoder.weights.layers[0].gate.is_compiled else _MAX_LIBRARY_SIZES
+    """Return the candidate sizes: at most 8 of slots, 8 or 3 of rows and of chunk tokens next to all rows, 20 KV lengths."""
+    max_sizes = _MAX_SIZES if decoder.weights.multiply_in_c else _MAX_SIZES_OF_LIBRARY
     slots = _evenly_up_to(decoder.num_slots, _ROW_STEP, _MAX_SIZES)
     rows = _evenly_up_to(_most_rows(decoder), _ROW_STEP, max_sizes)
     chunk_sizes = _evenly_up_to(CHUNK_BUDGET, _ROW_STEP, max_sizes)

@@ -40,8 +40,8 @@ class Matrix:
         return self._packed is not None
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether its products are in C: the same code for any number of rows."""
+    def multiplies_in_c(self) -> bool:
+        """Whether its products are those of `products.h`."""
         return isinstance(self._packed, CompiledWeight) or (self._plain is not None and products_for(self._plain) is not None)
 
     @property
@@ -142,6 +142,11 @@ class DecoderWeights:
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(architecture.num_layers)]
         self.norm = self._vector((architecture.hidden_size,), "model.norm.weight")
         self.head = self._head(vocabulary_shape)
+
+    @property
+    def multiply_in_c(self) -> bool:
+        """Whether all products are in C, with the same code for any number of rows."""
+        return all(matrix.multiplies_in_c for matrix in (*self._matrices, self.head))
 
     def named_parameters(self) -> Iterator[NamedTensor]:
         """Every parameter under its `transformers` name, tied weights once: what the forward reads, or a copy if sealed."""

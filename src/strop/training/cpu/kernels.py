@@ -28,7 +28,7 @@ _SOURCES = {
 HEAD_UNIT = {torch.bfloat16: 32, torch.float32: 8}  # of whose multiples heads can be
 WIDTH_UNIT = {torch.bfloat16: 16, torch.float32: 1}  # of whose multiples the widths of norms and gates can be
 MAX_DIM, _ROWS_AT_ONCE = 256, 64  # of the sources
-_LEAST_PART, _MOST_PARTS = 256, 4  # tokens of a part of a shared read, and parts of one
+_TILE, _MIN_PART, _MAX_PARTS = 128, 256, 4  # tokens of a tile of keys; tokens of a part of a shared read, and parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Waves:
 
     @classmethod
     def of(cls, reads: Sequence[Read]) -> Waves:
-        """First those of rows to themselves, one of each token; then each block after those before it that it touches."""
+        """First the own reads of rows; then each block of a shared one after all earlier blocks with a query or key of it."""
         waves: list[list[Read]] = [[each for each in reads if each.is_own]]
         for read in (block for each in reads if not each.is_own for block in _blocks(each)):
             touched = (number for number, wave in enumerate(waves[1:], start=1) if any(_touch(read, other) for other in wave))
@@ -66,16 +66,15 @@ class Waves:
 
 
 def _blocks(read: Read) -> Iterable[Read]:
-    """A long read in n x n blocks, n after n without a query or a key in common: for more threads than there are key heads."""
-    number = max(1, min(_MOST_PARTS, _length(read.queries) // _LEAST_PART, _length(read.keys) // _LEAST_PART))
-    queries, keys = _parts(read.queries, number), _parts(read.keys, number)
-    pairs = ((place, (place + shift) % number) for shift in range(number) for place in range(number))
-    return (replace(read, queries=queries[one], keys=keys[other]) for one, other in pairs)
+    """A long read in n x n blocks. Of each n in a row no two have a query or a key in common: threads take them at once."""
+    n = max(1, min(_MAX_PARTS, _length(read.queries) // _MIN_PART, _length(read.keys) // _MIN_PART))
+    queries, keys = _parts(read.queries, n), _parts(read.keys, n)
+    return (replace(read, queries=queries[part], keys=keys[(part + shift) % n]) for shift in range(n) for part in range(n))
 
 
-def _parts(whole: slice, number: int) -> list[slice]:
-    ends = [whole.start + _length(whole) * i // number for i in range(number + 1)]
-    return [slice(*each) for each in pairwise(ends)]
+def _parts(whole: slice, n: int) -> list[slice]:
+    ends = [whole.start + _length(whole) * part // n // _TILE * _TILE for part in range(n)]
+    return [slice(*each) for each in pairwise([*ends, whole.stop])]
 
 
 def _length(part: slice) -> int:
