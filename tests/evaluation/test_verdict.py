@@ -32,7 +32,9 @@ def judged(**parts):
         ({"helpful": SCORER, "tests": {"kind": "code"}}, {"helpful": 0.9, "tests": 1.0}, True),
         ({"helpful": SCORER, "tests": {"kind": "code"}}, {"helpful": 0.9, "tests": 0.0}, False),
         ({"arpo": {"kind": "arpo"}}, {"arpo": -1.0}, False),
-        ({"mine": FUNCTION}, {"mine": 0.5}, True),
+        ({"mine": FUNCTION}, {"mine": 0.5}, None),  # it may be a length
+        ({"mine": FUNCTION | {"right_above": 0.6}}, {"mine": 0.5}, False),
+        ({"mine": FUNCTION | {"right_above": 0.4}}, {"mine": 0.5}, True),
         ({"helpful": SCORER, "mine": FUNCTION | {"weight": 0.0}}, {"helpful": 0.9, "mine": 3.0}, None),  # only reported
         ({"accuracy": SCORER}, {"accuracy": 0.2}, True),  # whoever calls it so says so
     ],
@@ -43,7 +45,8 @@ def test_what_is_right_is_what_a_part_that_judges_an_answer_says(parts, values, 
 
 def test_rewards_of_one_judge_say_it_by_their_one_part():
     assert verdict_of(MathReward())(judged(accuracy=1.0, format=0.0)) is True
-    assert verdict_of(FunctionReward(function="math:sqrt"))(judged(reward=-0.5)) is False
+    assert verdict_of(FunctionReward(function="math:sqrt", right_above=-1))(judged(reward=-0.5)) is True
+    assert verdict_of(FunctionReward(function="math:sqrt"))(judged(reward=0.5)) is None
 
 
 MIXED = [

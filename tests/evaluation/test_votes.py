@@ -70,7 +70,7 @@ def test_answers_to_the_graders_of_cs336_are_read_and_compared_as_these_do():
 
 def test_what_is_right_of_some_tasks_alone_is_read_there_and_what_has_no_answers_is_named():
     reward = of_sum(
-        letter={"kind": "function", "function": CHOICE, "where": {"form": ["choice"]}},
+        letter={"kind": "function", "function": CHOICE, "right_above": 0, "where": {"form": ["choice"]}},
         number={"kind": "math", "where": {"form": [""]}},
         program={"kind": "code", "where": {"form": ["code"]}},
     )

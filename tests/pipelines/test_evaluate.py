@@ -158,7 +158,8 @@ def test_a_judge_that_times_out_on_everything_is_named_with_its_reason(tmp_path,
 
 def test_a_judge_that_times_out_on_one_problem_costs_that_problem_alone(tmp_path, model, monkeypatch):
     write_rows(tmp_path / "rows.jsonl", *SUMS)
-    recipe = evaluation(tmp_path / "rows.jsonl", reward={"kind": "function", "function": "test_evaluate:judge_lost_on_one"})
+    reward = {"kind": "function", "function": "test_evaluate:judge_lost_on_one", "right_above": 0}
+    recipe = evaluation(tmp_path / "rows.jsonl", reward=reward)
     figures, _ = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
     assert (figures["num_tasks"], figures["num_tasks_void"], figures["accuracy"]) == (3, 1, 1.0)
     assert "maj_at_k" not in figures  # a function of one's own: nobody knows which answers are the same

@@ -227,7 +227,7 @@ def sometimes_lost(task, trajectory):
     return 1.0
 
 
-FUNCTION = {"kind": "function", "function": f"{__name__}:sometimes_lost"}
+FUNCTION = {"kind": "function", "function": f"{__name__}:sometimes_lost", "right_above": 0}
 
 
 def test_law_3_what_nobody_could_judge_is_not_called_wrong(tmp_path):

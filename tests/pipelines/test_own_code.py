@@ -190,7 +190,7 @@ def test_functions_are_rewards_and_tools_in_python():
     found = recipe_of_keys(
         {"name": "a", "model": "m", "tools": {"turn": backwards}, "stages": [RL(**RL_KEYS, reward=shortest)]}
     )
-    assert found.stages["rl"].config.reward.table() == {"kind": "function", "function": f"{__name__}:shortest"}
+    assert found.stages["rl"].config.reward.config.function == f"{__name__}:shortest"
     assert found.tools["turn"].config.function == f"{__name__}:backwards"
 
 

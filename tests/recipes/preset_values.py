@@ -147,7 +147,7 @@ _R1 = {
     **_under("stages.rl.tasks.", **{"parts.code.dataset": "apps", "parts.logic.kind": "knights"}),
     **_under("stages.rl.tasks.weights.", math=26, code=17, logic=15),
     **_under("stages.rl.reward.parts.code.", kind="code", weight=1.0, **{"where.domain": ["code"]}),
-    **_under("stages.rl.reward.parts.logic.", kind="function", weight=1.0, **{"where.domain": ["logic"]}),
+    **_under("stages.rl.reward.parts.logic.", kind="function", weight=1.0, right_above=0.0, **{"where.domain": ["logic"]}),
     "engine.max_length": 2048 + 32768,
 }
 _R1_CLIP = _under(_METHOD, clip_low=10.0, clip_high=10.0)

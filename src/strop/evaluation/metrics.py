@@ -10,7 +10,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,15 +22,16 @@ from strop.types import Group, RolloutKey, ScoredTrajectory
 class Verdict:
     """Parts that say what is right. The first of them that a rollout has decides."""
 
-    parts: tuple[str, ...]
+    parts: Mapping[str, float]
+    """By name, the value above which an answer is right."""
 
     def __call__(self, scored: ScoredTrajectory) -> bool | None:
-        """Whether that part is above 0; None if the rollout has no such part."""
-        value = next((scored.reward_parts[name] for name in self.parts if name in scored.reward_parts), None)
-        return None if value is None else value > 0
+        """Whether that part is above its value; None if the rollout has no such part."""
+        values = scored.reward_parts
+        return next((values[name] > bound for name, bound in self.parts.items() if name in values), None)
 
 
-USUAL = Verdict((ACCURACY, SINGLE))
+USUAL = Verdict({ACCURACY: 0.0, SINGLE: 0.0})
 """For an unknown reward: the names that all kinds but `sum` use."""
 
 
@@ -38,9 +39,9 @@ def verdict_of(reward: Reward) -> Verdict:
     """The parts of `reward` that say what is right.
 
     In a sum it is the part called `accuracy`, of any kind; for tasks without it the first part that compares an answer (math,
-    code, r1_zero, question_only, arpo) or a user's own function with a weight.
+    code, r1_zero, question_only, arpo) or a user's own function with `right_above`.
     """
-    return Verdict(reward.verifying_parts)
+    return Verdict({part: reward.right_above(part) for part in reward.verifying_parts})
 
 
 FORM = "format"

@@ -94,7 +94,7 @@ class Part(Component):
 
     @property
     def is_verifier(self) -> bool:
-        """Whether a value above 0 says that the answer is right."""
+        """Whether its value says that the answer is right."""
         return False
 
     @property
@@ -155,7 +155,7 @@ class Reward(Component):
     """Base of all rewards: judges a trajectory by named parts. Implements `strop.rollout.player.Reward`.
 
     A reward of your own gives `score`, and `check_task` if it reads facts of a task. Its part is called `reward` if `score`
-    returns a number. A part called `accuracy` or `reward` says with a value above 0 that the answer is right.
+    returns a number. A part called `accuracy` says with a value above 0 that the answer is right.
     """
 
     kinds = {  # noqa: RUF012  (a constant table)
@@ -218,7 +218,11 @@ class Reward(Component):
     @property
     def verifying_parts(self) -> tuple[str, ...]:
         """Parts that say whether the answer is right. The first of them that a rollout has decides."""
-        return (ACCURACY, SINGLE)
+        return (ACCURACY,)
+
+    def right_above(self, part: str) -> float:
+        """The value above which `part`, one of `verifying_parts`, says that the answer is right."""
+        return 0.0
 
     @property
     def compares_answers(self) -> bool:

@@ -41,6 +41,9 @@ _FORM = "A reward is def name(task: Task, trajectory: Trajectory) -> float"
 
 class _Function(Config):
     function: str = Field(description="The function, as module:name.")
+    right_above: float | None = Field(
+        default=None, description="The value above which an answer is right, for accuracies. Without it there is only the mean."
+    )
 
     def import_code(self, key: str) -> None:
         """As `imported`."""
@@ -62,7 +65,13 @@ class FunctionReward(Reward):
             return {SINGLE: 1.0}
 
     config: Config
-    verifying_parts = (SINGLE,)
+
+    @property
+    def verifying_parts(self) -> tuple[str, ...]:
+        return () if self.config.right_above is None else (SINGLE,)
+
+    def right_above(self, part: str) -> float:
+        return self.config.right_above or 0.0
 
     def open(self, service: RunService | None) -> None:
         self._function = self.config.imported("reward")
@@ -81,7 +90,7 @@ class FunctionPart(RolloutPart):
 
     @property
     def is_verifier(self) -> bool:
-        return self.config.weight != 0
+        return self.config.right_above is not None
 
     def open(self, service: RunService | None) -> None:
         self._function = self.config.imported("reward.parts.*")
@@ -210,9 +219,13 @@ class SumReward(Reward):
 
     @property
     def verifying_parts(self) -> tuple[str, ...]:
-        """The part called `accuracy`, whatever it is; then those that compare answers, and functions that have a weight."""
+        """The part called `accuracy`, whatever it is; then those that compare answers, and functions with `right_above`."""
         verifiers = [name for name, part in self.parts.items() if part.is_verifier]
         return tuple(dict.fromkeys([*([ACCURACY] if ACCURACY in self.parts else []), *verifiers]))
+
+    def right_above(self, part: str) -> float:
+        judging = self.parts[part]
+        return judging.config.right_above or 0.0 if isinstance(judging, FunctionPart) else 0.0
 
     @property
     def compares_answers(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from strop.evaluation.metrics import ResponseKind, Verdict, num_sampled_tokens, verdict_of
+from strop.evaluation.metrics import ResponseKind, num_sampled_tokens, verdict_of
 from strop.evaluation.results import figures_of, problem_of, write_eval
 from strop.evaluation.short_answers import read_answer, read_letter
 from strop.recipe.recipe import Recipe
@@ -44,7 +44,7 @@ class Voting:
 
     def __init__(self, reward: Reward, service: RunService | None = None) -> None:
         judged = reward.replaced()  # whose parts are opened here
-        self._verdict = Verdict(judged.verifying_parts)
+        self._verdict = verdict_of(judged)
         self._parts = {name: part for name in self._verdict.parts if (part := judged.answer_part(name)) is not None}
         self._readers: dict[str, Callable[[Trajectory], str | None]] = {}
         for name, part in self._parts.items():

@@ -84,7 +84,7 @@ class SFT(TrainingStage):
             if self.only_right and not verdict_of(self.reward).parts:
                 raise ValueError(
                     "only_right is true, but no part of reward says what is right. Give it one that does (math, code, r1_zero,"
-                    " question_only, arpo), or leave only_right out."
+                    " question_only, arpo, or a function with right_above), or leave only_right out."
                 )
             if self.truths is not None and not self.only_right:
                 raise ValueError("truths has answers to judge demonstrations by, but only_right is false. Set it to true.")
