@@ -127,6 +127,14 @@ def test_what_is_wrong_with_tasks_is_told_with_the_stage_that_reads_them(mistake
     assert not (tmp_path / "runs" / "scripted" / "stages" / "sft").exists()
 
 
+def test_control_characters_in_a_message_are_shown_as_escapes(mistake, tmp_path):
+    (tmp_path / "clears_the_screen.py").write_text('raise ValueError("\\x1b[2J")\n')
+    recipe = write_recipe(tmp_path, reward={"kind": "function", "function": "clears_the_screen:reward"})
+    said = mistake("train", recipe, "--dry-run", "--runs", tmp_path / "runs")
+    assert "\\x1b[2J" in said
+    assert "\x1b" not in said
+
+
 def test_a_model_that_is_not_there_is_named(mistake, tmp_path):
     stages = {"base": {"kind": "model", "path": "./nowhere"}}
     said = mistake("train", write_recipe(tmp_path, stages=stages), "--runs", tmp_path / "runs")
@@ -140,8 +148,10 @@ def test_a_model_that_is_not_there_is_named(mistake, tmp_path):
         (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer that transformers can load"),
         (lambda model: (model / "config.json").unlink(), "no config.json there"),
         (lambda model: (model / "model.safetensors").write_bytes(b"\0" * 64), "deserializing header"),
+        (lambda model: (model / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+        (lambda model: (model / "model.safetensors.index.json").write_text("[" * 3000), "nested too deeply"),
     ],
-    ids=["no chat template", "no tokenizer", "no config", "damaged weights"],
+    ids=["no chat template", "no tokenizer", "no config", "damaged weights", "no weight map", "deep index"],
 )
 def test_a_model_directory_that_is_not_whole_says_what_it_lacks(mistake, scripted_run, tmp_path, spoil, message):
     model = shutil.copytree(scripted_run.run.stage("sft").model, tmp_path / "model")

@@ -72,6 +72,7 @@ def test_limits_come_from_the_recipe():
     "answer",
     [
         *("72", "[]", "{}", "not JSON", '[{"input": "1"}]', '[{"input": 1, "output": 1}]', '{"inputs": ["1"], "outputs": []}'),
+        *("[" * 3000, json.dumps({"fn_name": "f", "inputs": ["[" * 3000], "outputs": ["1"]})),
         *('{"fn_name": "f", "inputs": [1], "outputs": [1]}', '{"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}'),
     ],
 )

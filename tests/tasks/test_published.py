@@ -287,10 +287,12 @@ def test_a_row_of_apps_whose_tests_call_a_function_shows_its_head_or_is_skipped(
         ({"inputs": ["1"]}, "its tests cannot be read: 'outputs'"),
         ({"inputs": [[1]], "outputs": [["1"]]}, "its tests cannot be read: "),
         ([], "its tests cannot be read: "),
+        ("[" * 3000, "its tests cannot be read: nested too deeply"),
     ],
 )
 def test_a_row_of_apps_without_tests_is_bad(tmp_path, tests, why):
-    row = {"problem_id": 1, "question": "Add.", "input_output": json.dumps(tests), "difficulty": "easy"}
+    written = tests if isinstance(tests, str) else json.dumps(tests)
+    row = {"problem_id": 1, "question": "Add.", "input_output": written, "difficulty": "easy"}
     with pytest.raises(TaskError, match=why):
         load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="apps"), split="train")
 

@@ -377,10 +377,10 @@ def main() -> None:
         try:
             app()
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            _print_error(str(error))
             sys.exit(2)
         except StropError as error:
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            _print_error(f"{type(error).__name__}: {error}")
             if _keeps_checkpoints():
                 print(_GOES_ON, file=sys.stderr)
             sys.exit(1)
@@ -390,12 +390,18 @@ def main() -> None:
             if (mistake := blame(error)) is None:
                 raise
             logging.debug("The user's code raised an exception.", exc_info=error)
-            print(f"error: {mistake}", file=sys.stderr)
+            _print_error(str(mistake))
             sys.exit(2)
         except SystemExit as error:
             if error.code == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
                 _end_stopped("", is_terminated=bool(terminated))
             raise
+
+
+def _print_error(message: str) -> None:
+    from strop.reports.terminal import printable
+
+    print(f"error: {printable(message)}", file=sys.stderr)
 
 
 def _end_stopped(place: str, *, is_terminated: bool) -> NoReturn:

@@ -115,10 +115,10 @@ def _table(diagnosis: Diagnosis) -> Padding:
     not_made = (Finding(check=name, detail="not checked", is_made=False) for name in diagnosis.not_made)
     for finding in (*diagnosis.findings, *not_made):
         if finding.is_problem:
-            text = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)
+            text = Text.assemble(printable(finding.detail), "\n", ("Remedy: ", "bold"), printable(finding.remedy))
             table.add_row(Text("✗", style="bold red"), Text(finding.check, style="bold red"), text)
         elif finding.is_made:
-            table.add_row(Text("✓", style="green"), Text(finding.check), Text(finding.detail))
+            table.add_row(Text("✓", style="green"), Text(finding.check), Text(printable(finding.detail)))
         else:
             table.add_row(*(Text(each, style="dim") for each in ("-", finding.check, finding.detail)))
     return Padding(table, (0, 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError, WeightsNotProven
+from strop.run_directory import parse_json
 
 _IMPLEMENTED = ("llama", "qwen2", "qwen3")
 _REFUSED_ROPE = ("dynamic", "longrope")  # their angles change once a text passes the original context length
@@ -156,7 +156,11 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model directory. Raises `ModelError` if it has none."""
     index = directory / _INDEX
     if index.exists():
-        return [directory / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+        content = parse_json(index.read_bytes())
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"{_INDEX} has no weight_map with names of files")
+        return [directory / name for name in sorted(set(names.values()))]
     if (directory / _SINGLE).exists():
         return [directory / _SINGLE]
     raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX}. Save the model with transformers' save_pretrained.")

@@ -25,6 +25,7 @@ from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, Inferen
 from strop.engine.servers.engine import ServerEngine
 from strop.errors import MachineError, StropError, UserError
 from strop.rollout.chat_template import ChatFormat, Span, message
+from strop.run_directory import parse_json
 from strop.types import Completion, FinishReason, derive_seed
 
 _log = logging.getLogger(__name__)
@@ -263,7 +264,7 @@ def serving(endpoint: Endpoint, *, port: int = 0) -> Iterator[None]:
                 self._send(*refusal(f"{self.path}: no such page. There are {CHAT} and {TEXT}.", 404))
                 return
             try:
-                body = json.loads(content)
+                body = parse_json(content)
             except ValueError:
                 body = None
             self._send(*asyncio.run_coroutine_threadsafe(endpoint.answer(self.path, body), loop).result())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
 from strop.errors import TaskError
 from strop.rewards.base import extract_answer
 from strop.rewards.form import TEXT_COMMAND, normalized, token_f1
+from strop.run_directory import parse_json
 from strop.types import Task, Trajectory
 
 _LETTER = re.compile(
@@ -62,7 +62,7 @@ def _references(task: Task) -> Sequence[str]:
     if "references" not in task.facts:
         return [task.answer]
     try:
-        references = json.loads(task.facts["references"])
+        references = parse_json(task.facts["references"])
     except ValueError:
         references = None
     if not isinstance(references, list) or not references or not all(isinstance(each, str) for each in references):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from strop.reports.number_format import NONE, Table, cell, duration, figure, uni
 from strop.reports.panels import PANELS
 from strop.reports.plots import Curves, Point, drawings_of
 from strop.reports.terminal import print_table, printable
-from strop.run_directory import RunDirectory
+from strop.run_directory import RunDirectory, parse_json
 
 _TAIL_BYTES = 65_536  # of metrics.jsonl, read for the last step
 
@@ -313,7 +312,7 @@ def last_step(run: RunDirectory) -> str:
     try:
         with run.metrics.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            line = json.loads(file.read().split(b"\n")[-2])
-    except (OSError, ValueError, IndexError):
+            line = parse_json(file.read().split(b"\n")[-2])
+        return f"{line['stage']} {line['step']}"
+    except (OSError, ValueError, LookupError, TypeError):
         return "starts"
-    return f"{line['stage']} {line['step']}"

@@ -14,6 +14,7 @@ from strop.config import Config
 from strop.errors import ConfigError, TaskError
 from strop.rewards.base import CLOSING, OPENING, AnswerReward, PositiveWeight, RolloutPart, RunService, final_text
 from strop.rollout.prompt import AnswerForm
+from strop.run_directory import parse_json
 from strop.sandbox.code_tests import CaseOutcome, CodeTest, CodeTestReport, run_tests
 from strop.types import Task, Trajectory
 
@@ -213,7 +214,7 @@ def read_tests(task: Task) -> ProgramTests:
         TaskError: it holds no tests.
     """
     try:
-        tree = json.loads(task.answer)
+        tree = parse_json(task.answer)
         if isinstance(tree, dict) and "inputs" in tree:
             name = tree.get("fn_name") or ""
             pairs = list(zip(tree["inputs"], tree["outputs"], strict=True))
@@ -229,7 +230,7 @@ def read_tests(task: Task) -> ProgramTests:
 def _arguments(given: object) -> str:
     """The arguments of a call as a list in JSON. LiveCodeBench has a text with one of them in each line."""
     if isinstance(given, str):
-        given = [json.loads(line) for line in given.splitlines()]
+        given = [parse_json(line) for line in given.splitlines()]
     if not isinstance(given, list):
         raise ValueError(f"the arguments of a call are no list: {given!r:.200}")
     return json.dumps(given)

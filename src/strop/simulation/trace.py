@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from strop.config import Config, validate
 from strop.errors import ConfigError, UserError
+from strop.run_directory import parse_json
 from strop.types import RolloutKey
 
 _NORMAL_QUANTILE_95 = 1.6448536269514722
@@ -189,14 +189,14 @@ def load_trace(path: Path) -> Trace:
         UserError: the file is missing or invalid; with the place of the first error.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(path.read_bytes())
         if not isinstance(tree, dict):
             raise ValueError(f"a trace is an object, but this is a {type(tree).__name__}.")
         read = validate(_TraceFile, tree, place=str(path))
     except OSError as error:
         names = ", ".join(TRACES)
         raise UserError(f"{path}: cannot read this trace: {error.strerror}. Give a file or one of {names}.") from error
-    except (ConfigError, ValueError, RecursionError) as error:
+    except (ConfigError, ValueError) as error:
         raise UserError(f"{path}: not a trace: {error}\ndocs/scheduler.md shows the form.") from error
     groups = tuple(_load_group(index, group) for index, group in enumerate(read.groups))
     return Trace(name=path.stem, max_tokens=read.max_tokens, groups=groups)

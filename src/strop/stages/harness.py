@@ -216,7 +216,7 @@ def _read(key: str, figure: Figure, out: Path) -> float:
     try:
         text = path.read_text(encoding="utf-8")
         value = next(csv.DictReader(text.splitlines()), {}) if path.suffix == ".csv" else json.JSONDecoder().raw_decode(text)[0]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise wrong(f".file: {path} cannot be read: {error}") from error
     for step in figure.at:
         if isinstance(value, list) and step.isdecimal() and int(step) < len(value):

@@ -324,7 +324,7 @@ def _tools(value: Any) -> list[Mapping[str, Any]]:
     if value is None or value == "":
         return []
     try:
-        tools = json.loads(value) if isinstance(value, str) else value
+        tools = parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise Unreadable(f"its 'tools' is not JSON: {error}") from error
     if isinstance(tools, list):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from strop.answer_text import boxed
+from strop.run_directory import parse_json
 
 Row = Mapping[str, Any]
 
@@ -213,7 +214,7 @@ def apps_tests(row: Row) -> str:
     """The tests of a problem of APPS, as `kind = "code"` reads them. Inputs and outputs of a program may be lists of lines."""
     text = Read("input_output")(row)
     try:
-        tests = json.loads(text)
+        tests = parse_json(text)
         is_function, sides = bool(tests.get("fn_name")), {side: list(tests[side]) for side in ("inputs", "outputs")}
         if not is_function:
             sides = {side: ["\n".join(each) if isinstance(each, list) else each for each in sides[side]] for side in sides}
@@ -230,8 +231,8 @@ def apps_tests(row: Row) -> str:
 def contest_tests(row: Row) -> str:
     """All tests of a problem of LiveCodeBench, as `kind = "code"` reads them."""
     try:
-        tests = [*json.loads(_unpacked(row, "public_test_cases")), *json.loads(_unpacked(row, "private_test_cases"))]
-        names = {"fn_name": json.loads(Read("metadata")(row)).get("func_name")}
+        tests = [*parse_json(_unpacked(row, "public_test_cases")), *parse_json(_unpacked(row, "private_test_cases"))]
+        names = {"fn_name": parse_json(Read("metadata")(row)).get("func_name")}
         return json.dumps({**names, **{f"{side}s": [test[side] for test in tests] for side in ("input", "output")}})
     except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError) as error:
         raise Unreadable(f"its tests cannot be read: {error}") from error

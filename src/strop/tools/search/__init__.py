@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
@@ -141,8 +140,8 @@ def read_results(path: Path) -> dict[str, str]:
     if path.suffix == ".jsonl":
         return {query: text for query, text, _ in _lines(path)}
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        results = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as search results: {error}.") from error
     if not isinstance(results, dict) or not all(isinstance(each, str) for each in results.values()):
         raise UserError(f"{path}: search results are one JSON object, from each query to the text that was found.")
