@@ -78,7 +78,7 @@ def test_completions_are_the_same_and_take_fewer_steps(sampled, name, dtype, det
     assert num_drafted < num_plain
     assert sum(each.drafted_tokens for each in plain) == 0
     # Requests of one time may arrive between two steps, which takes a step more.
-    assert sum(each.drafted_tokens for each in drafted) >= 0.9 * (num_plain - num_drafted) > 0
+    assert sum(each.drafted_tokens for each in drafted) >= 0.8 * (num_plain - num_drafted) > 0
 
 
 @pytest.mark.parametrize(("slots", "alone", "four"), [(8, 7, 1), (64, 23, 5)])
