@@ -94,7 +94,7 @@ class TrainerLost(MachineError):  # noqa: N818 - named for what happened
 
 
 class WeightsNotProven(EngineLost):
-    """The engine holds other weights than those that were published to it (design law 6)."""
+    """The engine holds other weights than those that were published to it."""
 
 
 class RequestTooLong(UserError):  # noqa: N818 - named for what happened
@@ -106,4 +106,4 @@ class ToolBroken(MachineError):  # noqa: N818
 
 
 class DeadlineExceeded(MachineError):  # noqa: N818
-    """Somebody waited too long; the message names who and for what (design law 7)."""
+    """Somebody waited too long; the message names who and for what."""

@@ -299,7 +299,7 @@ def _mend_last_line(descriptor: int) -> None:
 
 
 def write_directory(path: Path, fill: Callable[[Path], object]) -> None:
-    """Make directory `path` with what `fill` writes into it: complete or not there at all (law 9).
+    """Make directory `path` with what `fill` writes into it: complete or not there at all.
 
     A directory of that name that exists already is replaced: it stands aside until the new one has its name. What a kill leaves
     in between, `restore_directories` mends.

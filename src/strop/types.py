@@ -91,7 +91,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RolloutKey:
-    """Which rollout of a step; its order is the canonical order of rows (design law 4)."""
+    """Which rollout of a step; its order is the canonical order of rows."""
 
     task_index: int  # position in the stage's stream of tasks
     attempt: int
@@ -144,9 +144,9 @@ def shared_ids(ids: Iterable[int]) -> tuple[int, ...]:
 class Completion:
     """What the engine returned in one turn: ids exactly as sampled, and which of them were forced on the policy.
 
-    `logprobs` and `entropies` are in nats, of the distribution sampled from: after temperature, over the full vocabulary
-    (design law 5). `entropies` is empty when the engine cannot tell. `spans` says which weights sampled which tokens: more than
-    one span if weights were published while it was sampled.
+     `logprobs` and `entropies` are in nats, of the distribution sampled from: after temperature, over the full vocabulary
+    . `entropies` is empty when the engine cannot tell. `spans` says which weights sampled which tokens: more than
+     one span if weights were published while it was sampled.
     """
 
     ids: tuple[int, ...]
@@ -231,7 +231,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at a task. Token ids are kept as they arose, never re-encoded from text (design law 1).
+    """One attempt at a task. Token ids are kept as they arose, never re-encoded from text.
 
     A branch repeats the first `forked_at` response tokens of its `parent`: the same ids, log-probs and masks, which were
     sampled once. It forks behind an observation; the rest is its own.
@@ -260,7 +260,7 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> list[bool]:
-        """True on tokens that the policy sampled; False on prompt, forced tokens and observations (design law 2)."""
+        """True on tokens that the policy sampled; False on prompt, forced tokens and observations."""
         mask = [False] * len(self.prompt_ids)
         for turn in self.turns:
             mask += [not forced for forced in turn.completion.is_forced] + [False] * len(turn.observation_ids)

@@ -190,7 +190,7 @@ def draw_order(weights: Sequence[float], keys: Sequence[RolloutKey], seed: int, 
     """Indices in the order in which sampling without replacement, with probability in proportion to weight, draws them.
 
     Gumbel top-k (Kool et al., arXiv:1903.06059): the order of log weight + Gumbel noise. The noise is a pure function of
-    (seed, key), so that neither the order of the rollouts nor the presence of others changes it (law 8). Greedy: by weight
+    (seed, key), so that neither the order of the rollouts nor the presence of others changes it. Greedy: by weight
     alone, equal weights in the order of the noise.
     """
     noise = [_gumbel(seed, key) for key in keys]

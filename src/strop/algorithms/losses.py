@@ -289,7 +289,7 @@ def token_kl(
 
 
 class Aggregation(StrEnum):
-    """The share of a token in the loss of an update, computed once over the whole update (law 4).
+    """The share of a token in the loss of an update, computed once over the whole update.
 
     T: tokens trained on in the update; T_q: in its group; |o|: in its row; N rows, Q groups.
 

@@ -55,7 +55,7 @@ class Selection:
 
     @property
     def loss_masks(self) -> list[list[bool]]:
-        """Of each kept rollout, the tokens that are trained on: sampled by the policy (law 2), and not counted elsewhere."""
+        """Of each kept rollout, the tokens that are trained on: sampled by the policy, and not counted elsewhere."""
         masks = []
         for scored, decision in zip(self.group.trajectories, self.decisions, strict=True):
             if decision.is_kept:

@@ -121,7 +121,7 @@ async def train(
                 opening = open_services(recipe.sandbox, connection, num, run.path / "logs", notice)
             else:
                 opening = open_service(recipe.sandbox)
-            runner = await opened.enter_async_context(opening)  # before torch has threads (law 7)
+            runner = await opened.enter_async_context(opening)  # before torch has threads
         to_run = [name for name in selected.stages if not run.stage(name).done.exists()]
         tools = await opened.enter_async_context(open_tools(recipe.tools if to_run else {}, runner))
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))

@@ -122,7 +122,7 @@ class CallRecorder(Protocol):
     async def __call__(self, place: CallPlace, call: ParsedCall, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         """Return what `run` returns: the result as the policy will be shown it. It raises where the tool breaks.
 
-        If the same call had a result before an interruption, that is returned instead, and nothing is run (law 8).
+        If the same call had a result before an interruption, that is returned instead, and nothing is run.
         """
 
 

@@ -36,7 +36,7 @@ ItemT = TypeVar("ItemT")
 
 
 def select_right(group: Group, *, is_right: Callable[[ScoredTrajectory], bool]) -> Selection:
-    """Keep the rollouts that are right. What was voided is not in the group, so it is neither right nor wrong (law 3).
+    """Keep the rollouts that are right. What was voided is not in the group, so it is neither right nor wrong.
 
     Args:
         group: the rollouts of one task, in canonical order.

@@ -111,11 +111,11 @@ class TokenBatch:
     ids: Tensor  # int64; padding is 0, beyond `lengths`
     lengths: Tensor  # int64
     loss_mask: Tensor  # bool, True on tokens the policy sampled; False on column 0 and on padding
-    loss_weights: Tensor  # float32, each token's share of the update (law 4); 0 where masked
+    loss_weights: Tensor  # float32, each token's share of the update; 0 where masked
     advantages: Tensor  # float32, 0 where masked
     sampled_logprobs: Tensor  # float32, nats, 0 where nothing was sampled
     columns: Mapping[Column, Tensor]  # float32; the requested ones
-    temperature: float  # at which the tokens were sampled, and are scored (law 5)
+    temperature: float  # at which the tokens were sampled, and are scored
     is_banned: Tensor  # bool, True on tokens that were drawn, and are scored, without `banned_ids`
     banned_ids: tuple[int, ...]
     groups: Tensor  # int64 (N,), equal for rows that are compared with each other

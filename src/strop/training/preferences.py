@@ -3,7 +3,7 @@
 A reward model reads them as rows (`as_rows`). DPO reads pairs as token batches (`pack_pairs`): it is a policy gradient whose
 advantages are known before the backward pass. The loss of a pair depends on both of its responses, but its gradient is that of
 their log-probs, each times a number that a forward pass tells (`response_advantages`). So both are rows of their own, which may
-be in two micro-batches (law 4).
+be in two micro-batches.
 """
 
 from __future__ import annotations

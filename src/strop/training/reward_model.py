@@ -1,7 +1,7 @@
 """Trains a reward model: a decoder with a head of one number, by pairs (helpful) or by single labels (safety).
 
 DeepSeek-R1 (arXiv 2501.12948), section 3.1. All weights are trained; the head starts at zero. A pair stays in one micro-batch,
-and the loss of an update is a mean over all of its preferences, so micro-batches change the gradient by rounding only (law 4).
+and the loss of an update is a mean over all of its preferences, so micro-batches change the gradient by rounding only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def preference_loss(margins: Tensor) -> Tensor:
 
 
 class RewardTrainer:
-    """One reward model and its optimizer; everything that touches them runs in one thread of its own (law 7).
+    """One reward model and its optimizer; everything that touches them runs in one thread of its own.
 
     Args:
         directory: of a language model, whose decoder it starts from.

@@ -15,7 +15,7 @@ from strop.training.batch import Row, TokenBatch, pack_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive ids of one origin. Only a demonstrator's turns are imitated (law 2)."""
+    """Consecutive ids of one origin. Only a demonstrator's turns are imitated."""
 
     ids: tuple[int, ...]
     is_demonstrator: bool
@@ -52,7 +52,7 @@ def cut_into_rows(demonstrations: Iterable[Demonstration], length: int) -> Itera
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> TokenBatch:
-    """One update's demonstrations, in the order given; every trained token weighs 1/T over the whole update (law 4).
+    """One update's demonstrations, in the order given; every trained token weighs 1/T over the whole update.
 
     The temperature is 1: the likelihood of the data under the model itself. Raises `ValueError` for a demonstration of no ids.
     """

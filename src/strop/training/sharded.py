@@ -55,7 +55,7 @@ class ShardedWeights:
     """Divides `root`, which is in float32, in place; in bfloat16 ranks exchange and compute with rounded copies.
 
     Gradients are added up over ranks in float32 after each backward pass, undivided: each token's share of the loss was
-    computed over the whole update (law 4). Embedding and head stay whole from a forward pass to the end of its backward pass.
+    computed over the whole update. Embedding and head stay whole from a forward pass to the end of its backward pass.
 
     Args:
         root: the module that is called.

@@ -194,7 +194,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--block-size": _BLOCK_TOKENS,
         "--kv-cache-memory-bytes": kv_bytes(model, config),
         "--tensor-parallel-size": config.tensor_parallel,
-        "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: law 5
+        "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
         "--max-logprobs": num_logprobs(Entropies.FULL),
         "--generation-config": folder,  # the model directory's own would change how we sample, and ban its EOS with stop ids
         "--load-format": "dummy",  # weights come only by publication, which proves them

@@ -22,7 +22,7 @@ _BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 
 
 def uniforms(seed: int, count: int) -> list[float]:
-    """Numbers in [0, 1), one for each position 0 .. count - 1; each is a pure function of (seed, position) (law 8).
+    """Numbers in [0, 1), one for each position 0 .. count - 1; each is a pure function of (seed, position).
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), its state hashed from the seed so that the streams of neighbouring
     seeds have nothing in common. 52 bits: the product with a total of probabilities always stays below that total.
@@ -52,7 +52,7 @@ def banned_mask(logits: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | No
 def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor | None) -> Tensor:
     """Sample each row by inverting its cumulative distribution: no truncation, one uniform a token.
 
-    Log-probs and entropies are of the distribution drawn from (design law 5): after temperature and ban, over the full
+    Log-probs and entropies are of the distribution drawn from: after temperature and ban, over the full
     vocabulary. A temperature of 0 takes the likeliest token; its log-prob and entropy are those at temperature 1, since
     those of a point mass say nothing.
 

@@ -1,7 +1,7 @@
-"""Writes down what happens to every rollout of a step as it happens, so that a killed step goes on where it can (law 9).
+"""Writes down what happens to every rollout of a step as it happens, so that a killed step goes on where it can.
 
 Two files a step: the ledger holds what started, which tool calls were open and which rollouts ended; the rollouts file holds
-every finished rollout. A rollout is reused only if it was sampled from the very weights that the resumed run holds (law 6).
+every finished rollout. A rollout is reused only if it was sampled from the very weights that the resumed run holds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCORED = TypeAdapter(ScoredTrajectory)
 SAMPLE_TASKS = 8  # of an old step
 _TASK_INDEX = re.compile(rb'"task_index": (\d+)')
 _WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
-"""Outcomes that another machine, or a busier one, might not repeat: they are replayed instead of run again (law 8)."""
+"""Outcomes that another machine, or a busier one, might not repeat: they are replayed instead of run again."""
 
 
 def read_rollouts(path: Path, *, weights: str | None = None) -> list[ScoredTrajectory]:
