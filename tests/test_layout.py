@@ -101,7 +101,7 @@ BUDGETS = {  # lines of each folder; the budget of the layout; and where that is
     "cs336": 1144,
     "curation": 1318,  # 1600
     "doctor": 1495,
-    "engine": 6783,  # 5000: products in C, weights that several nodes publish and read, drafts
+    "engine": 6788,  # 5000: products in C, weights that several nodes publish and read, drafts
     "evaluation": 1510,  # 1400
     "pipeline": 1633,  # 1300: plans for hardware that is not there
     "recipe": 924,
@@ -123,8 +123,8 @@ def test_the_package_does_not_grow() -> None:
     # The goals are older than some 6 900 of the code lines: what released recipes, graders and hand-outs of the papers ask for
     # (4 400), the cluster and rollouts in flight (2 000), trees, drafts and processors (500).
     assert len(FILES) <= 278  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 42_249  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_552  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 42_253  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_557  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -1,5 +1,6 @@
 """Freed memory, OpenMP threads and their spinning. Settings of the C library are tested in separate processes."""
 
+import asyncio
 import ctypes
 import os
 import subprocess
@@ -10,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from strop.engine.config import EngineConfig
 from strop.engine.torch.cpu.resources import _libgomp, end_team, use_threads
+from strop.engine.torch.engine import TorchEngine
+
+from .support import make_model
 
 _needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library than glibc")
 
@@ -172,3 +177,14 @@ def test_auto_is_the_number_format_of_the_faster_products(environment):
     faster, *chosen = answer.stdout.split()
     assert chosen == [faster, faster]
     assert faster == "float32" or "ONEDNN_MAX_CPU_ISA" not in environment  # 35 times faster there
+
+
+@pytest.mark.parametrize(("inner", "threads", "expected"), [(64, None, [1]), (64, 3, [3]), (8192, None, []), (8192, 3, [3])])
+def test_a_tiny_model_is_computed_by_one_thread_unless_the_recipe_says_more(inner, threads, expected, monkeypatch):
+    used = []
+    monkeypatch.setattr("strop.engine.torch.engine.use_threads", used.append)
+    config = make_model("llama").config
+    config.intermediate_size = inner
+    engine = TorchEngine(config, EngineConfig(slots=2, max_length=64, device="cpu", threads=threads))
+    asyncio.run(engine.close())
+    assert used == expected

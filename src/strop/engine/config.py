@@ -162,7 +162,7 @@ class EngineConfig(AnyEngine):
         default=None,
         ge=1,
         le=1024,
-        description="Threads of torch. torch has one number for the whole process. Unset: torch's own choice.",
+        description="Threads that compute. Unset: as many as torch chooses, and one for a tiny model.",
     )
     deterministic: bool = Field(
         default=True, description="Make the tokens and log-probs of a request independent of the rest of the batch."

@@ -46,6 +46,8 @@ from strop.engine.torch.weights import PublishedWeights
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
+_FEW_WEIGHTS = 2**17  # of a matrix, with fewer of which a second thread costs more than it computes
+
 
 class TorchEngine:
     """An `InferenceEngine` in this process.
@@ -313,8 +315,11 @@ class Worker:
     def _run(self) -> None:
         end = EngineLost("the engine was closed.")
         try:
+            shape = self._decoder.architecture
             if self._config.threads is not None:
                 use_threads(self._config.threads)
+            elif shape.hidden_size * shape.intermediate_size < _FEW_WEIGHTS:
+                use_threads(1)
             self._serve()
         except BaseException as error:  # noqa: BLE001 - whatever ended this thread is handed to everybody who waits for it
             end = EngineLost(f"the engine's worker died of {type(error).__name__}: {error}")
