@@ -144,9 +144,9 @@ def shared_ids(ids: Iterable[int]) -> tuple[int, ...]:
 class Completion:
     """What the engine returned in one turn: ids exactly as sampled, and which of them were forced on the policy.
 
-     `logprobs` and `entropies` are in nats, of the distribution sampled from: after temperature, over the full vocabulary
-    . `entropies` is empty when the engine cannot tell. `spans` says which weights sampled which tokens: more than
-     one span if weights were published while it was sampled.
+    `logprobs` and `entropies` are in nats, of the distribution sampled from: after temperature, over the full vocabulary.
+    `entropies` is empty when the engine cannot tell. `spans` says which weights sampled which tokens: more than one span if
+    weights were published while it was sampled.
     """
 
     ids: tuple[int, ...]

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 from attempts import attempt, group_of
+from pydantic import Field, ValidationError
 
 from strop.errors import RunError
 from strop.evaluation.compare import compare
@@ -9,6 +10,9 @@ from strop.evaluation.metrics import USUAL, rollout_metrics, verdict_of
 from strop.evaluation.results import figures_of, gather, problem_of, read_eval, write_eval
 from strop.rewards import MathReward, Reward
 from strop.rewards.sum import FunctionReward
+from strop.stages.expert_iteration import ExpertIteration
+from strop.stages.filter import Filter
+from strop.stages.rejection_sampling import RejectionSampling
 
 SCORER = {"kind": "scorer", "scorer": {"kind": "embedded", "path": "models/helpful"}}
 FUNCTION = {"kind": "function", "function": "math:sqrt"}
@@ -47,6 +51,42 @@ def test_rewards_of_one_judge_say_it_by_their_one_part():
     assert verdict_of(MathReward())(judged(accuracy=1.0, format=0.0)) is True
     assert verdict_of(FunctionReward(function="math:sqrt", right_above=-1))(judged(reward=-0.5)) is True
     assert verdict_of(FunctionReward(function="math:sqrt"))(judged(reward=0.5)) is None
+
+
+def test_a_class_says_what_is_right_by_a_part_called_accuracy():
+    class Close(Reward):
+        class Config(Reward.Config):
+            weights: dict[str, float] = Field(default={"close": 1.0}, description="Weights.")
+
+    class Right(Reward):
+        class Config(Reward.Config):
+            weights: dict[str, float] = Field(default={"accuracy": 1.0, "close": 0.1}, description="Weights.")
+
+    assert verdict_of(Close())(judged(close=0.9)) is None
+    assert verdict_of(Right())(judged(accuracy=0.0, close=0.9)) is False
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        (Filter, {"k": 2, "num_tasks": 2}),
+        (RejectionSampling, {"k": 2, "num_tasks": 2}),
+        (ExpertIteration, {"steps": 1, "tasks_per_step": 1, "group_size": 2}),
+    ],
+)
+def test_a_stage_that_keeps_what_is_right_asks_for_a_reward_that_says_it(stage, keys):
+    with pytest.raises(ValidationError, match=r"no part of reward says what is right\. .*a function with right_above"):
+        stage.Config(init="base", tasks={"kind": "arithmetic"}, reward=FUNCTION, **keys)
+
+
+def test_parts_that_need_a_right_answer_ask_the_function_above_which_value_it_is():
+    cosine = {"kind": "cosine", "max_tokens": 100}
+    scores = []
+    for bound in (0.4, 0.6):
+        parts = {"accuracy": {"kind": "function", "function": "math:nan", "right_above": bound}, "cosine": cosine}
+        reward = Reward.of({"kind": "sum", "parts": parts})
+        scores.append(reward._is_correct(reward.parts["cosine"], {"accuracy": 0.5}))
+    assert scores == [True, False]
 
 
 MIXED = [

@@ -274,7 +274,7 @@ def sampled(tmp_path, kind, judge, **keys):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in (1, 2, 3)))
     stage = {"kind": kind, "init": "base", "tasks": {"kind": "jsonl", "path": str(path)}, "k": 2} | keys
-    stage |= {"reward": {"kind": "function", "function": f"test_data_stages:{judge}"}}
+    stage |= {"reward": {"kind": "function", "function": f"test_data_stages:{judge}", "right_above": 0}}
     recipe = RECIPE | {"stages": {"base": STUDENT, "played": stage}}
     return run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))))
 

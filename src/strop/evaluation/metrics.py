@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from strop.rewards.base import ACCURACY, SINGLE, Reward
+from strop.rewards.base import ACCURACY, Reward
 from strop.types import Group, RolloutKey, ScoredTrajectory
 
 
@@ -31,8 +31,8 @@ class Verdict:
         return next((values[name] > bound for name, bound in self.parts.items() if name in values), None)
 
 
-USUAL = Verdict({ACCURACY: 0.0, SINGLE: 0.0})
-"""For an unknown reward: the names that all kinds but `sum` use."""
+USUAL = Verdict({ACCURACY: 0.0})
+"""For an unknown reward."""
 
 
 def verdict_of(reward: Reward) -> Verdict:
@@ -42,6 +42,15 @@ def verdict_of(reward: Reward) -> Verdict:
     code, r1_zero, question_only, arpo) or a user's own function with `right_above`.
     """
     return Verdict({part: reward.right_above(part) for part in reward.verifying_parts})
+
+
+def require_verdict(reward: Reward, why: str) -> None:
+    """Raise `ValueError`, which begins with `why`, if nothing in `reward` says what is right."""
+    if not verdict_of(reward).parts:
+        raise ValueError(
+            f"{why}, but no part of reward says what is right. Give it one that does: math, code, r1_zero, question_only, arpo,"
+            " a part called accuracy, or a function with right_above."
+        )
 
 
 FORM = "format"

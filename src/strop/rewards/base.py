@@ -218,7 +218,7 @@ class Reward(Component):
     @property
     def verifying_parts(self) -> tuple[str, ...]:
         """Parts that say whether the answer is right. The first of them that a rollout has decides."""
-        return (ACCURACY,)
+        return (ACCURACY,) if self.weights is None or ACCURACY in self.weights else ()
 
     def right_above(self, part: str) -> float:
         """The value above which `part`, one of `verifying_parts`, says that the answer is right."""

@@ -99,7 +99,7 @@ class FunctionPart(RolloutPart):
         return _call(self._function, task, trajectory, none=NotJudged(f"{self.config.function} returned None"))
 
 
-def function_reward(function: Callable[[Task, Trajectory], float]) -> FunctionReward:
+def function_reward(function: Callable[[Task, Trajectory], float], *, right_above: float | None = None) -> FunctionReward:
     """A reward with the single part `reward`, which is what `function` returns. It runs in the event loop, so it must be quick.
 
     Raises:
@@ -107,7 +107,7 @@ def function_reward(function: Callable[[Task, Trajectory], float]) -> FunctionRe
             something other than a finite number.
     """
     place = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', type(function).__name__)}"
-    reward = FunctionReward(FunctionReward.Config(function=place))
+    reward = FunctionReward(FunctionReward.Config(function=place, right_above=right_above))
     reward._function = _checked(function)
     return reward
 
@@ -190,8 +190,12 @@ class SumReward(Reward):
         values = {name: value for name, value in zip(independent, found, strict=True) if not isinstance(value, str)}
         for name, part in parts.items():
             if isinstance(part, CosinePart):
-                values[name] = part.score_given(trajectory, is_correct=values.get(part.config.accuracy, 0.0) > 0)
+                values[name] = part.score_given(trajectory, is_correct=self._is_correct(part, values))
         return values
+
+    def _is_correct(self, part: AfterAccuracyPart, values: Mapping[str, float]) -> bool:
+        name = part.config.accuracy
+        return name in values and values[name] > self.right_above(name)
 
     async def try_out(self, task: Task, trajectory: Trajectory) -> None:
         for name, part in self._parts_for(task).items():
@@ -205,7 +209,7 @@ class SumReward(Reward):
                 continue
             values = part.score_group(
                 [scored.trajectory for scored in trajectories],
-                [scored.reward_parts.get(part.config.accuracy, 0.0) > 0 for scored in trajectories],
+                [self._is_correct(part, scored.reward_parts) for scored in trajectories],
             )
             trajectories = tuple(
                 replace(

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from strop.algorithms.method import Decision, Selection
 from strop.errors import CannotLearnError
-from strop.evaluation.metrics import entropy_metrics, rollout_metrics, tool_call_metrics
+from strop.evaluation.metrics import entropy_metrics, require_verdict, rollout_metrics, tool_call_metrics
 from strop.recipe.recipe import Recipe
 from strop.recipe.schedule import ScheduleEntry
 from strop.recipe.stage import Estimate, Machine, StageResult, check_differ
@@ -123,6 +123,7 @@ class ExpertIteration(RolloutStage):
 
         @model_validator(mode="after")
         def _adds_up(self) -> Self:
+            require_verdict(self.reward, "rollouts are imitated if they are right")
             check_differ(self.sampling.temperature, self.group_size, "1.0 is usual. Or set group_size = 1.")
             if self.trainer.optimizer.schedule is Schedule.COSINE or self.trainer.optimizer.warmup_fraction:
                 raise ValueError(

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from strop.curation.rules import Outcome, outcome_of
 from strop.errors import TaskError
-from strop.evaluation.metrics import verdict_of
+from strop.evaluation.metrics import require_verdict, verdict_of
 from strop.recipe.stage import Product, StageResult
 from strop.stages.context import StageContext
 from strop.stages.loop.fixed_set import FixedSetStage, SampledKeys, play_tasks
@@ -38,6 +38,7 @@ class Filter(FixedSetStage):
 
         @model_validator(mode="after")
         def _keeps_something(self) -> Self:
+            require_verdict(self.reward, "tasks are kept by how many rollouts are right")
             if not self.min_right <= self.most_right <= self.k:
                 raise ValueError(
                     f"min_right is {self.min_right} and max_right {self.most_right} of k = {self.k} rollouts. Choose min_right"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import asdict
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.curation.rules import outcome_of
 from strop.errors import TaskError
-from strop.evaluation.metrics import verdict_of
+from strop.evaluation.metrics import require_verdict, verdict_of
 from strop.recipe.stage import Product, StageResult
 from strop.rewards.base import written
 from strop.rewards.language import scripts_of
@@ -41,6 +42,11 @@ class RejectionSampling(FixedSetStage):
         )
         max_paragraph_chars: int = Field(default=2000, ge=1, description="Longest paragraph, in characters.")
         allow_code_blocks: bool = Field(default=False, description="Keep rollouts with ``` outside of tool calls.")
+
+        @model_validator(mode="after")
+        def _has_a_verdict(self) -> Self:
+            require_verdict(self.reward, "rollouts are kept if they are right")
+            return self
 
     config: Config
 

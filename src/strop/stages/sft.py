@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from strop.errors import ConfigError, MachineError, TaskError, UserError
-from strop.evaluation.metrics import Verdict, verdict_of
+from strop.evaluation.metrics import Verdict, require_verdict, verdict_of
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Product, Stage, StageResult
 from strop.reports.number_format import counted
@@ -81,11 +81,8 @@ class SFT(TrainingStage):
                     f"batch_size is {self.batch_size}, but there are only {self.num_demonstrations} demonstrations. Lower"
                     " batch_size, or raise num_demonstrations."
                 )
-            if self.only_right and not verdict_of(self.reward).parts:
-                raise ValueError(
-                    "only_right is true, but no part of reward says what is right. Give it one that does (math, code, r1_zero,"
-                    " question_only, arpo, or a function with right_above), or leave only_right out."
-                )
+            if self.only_right:
+                require_verdict(self.reward, "only_right is true")
             if self.truths is not None and not self.only_right:
                 raise ValueError("truths has answers to judge demonstrations by, but only_right is false. Set it to true.")
             if self.steps is None and self.epochs is None:

@@ -388,7 +388,7 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value that begins at `start`, and where it ends."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(f"a function of its system message is not JSON: {error}") from error
 
 

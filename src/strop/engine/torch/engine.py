@@ -318,7 +318,7 @@ class Worker:
             shape = self._decoder.architecture
             if self._config.threads is not None:
                 use_threads(self._config.threads)
-            elif shape.hidden_size * shape.intermediate_size < _FEW_WEIGHTS:
+            elif shape.hidden_size * max(shape.intermediate_size, shape.vocab_size) < _FEW_WEIGHTS:
                 use_threads(1)
             self._serve()
         except BaseException as error:  # noqa: BLE001 - whatever ended this thread is handed to everybody who waits for it
