@@ -9,7 +9,7 @@ from strop.evaluation.compare import compare
 from strop.evaluation.metrics import USUAL, rollout_metrics, verdict_of
 from strop.evaluation.results import figures_of, gather, problem_of, read_eval, write_eval
 from strop.rewards import MathReward, Reward
-from strop.rewards.sum import FunctionReward
+from strop.rewards.sum import FunctionReward, function_reward
 from strop.stages.expert_iteration import ExpertIteration
 from strop.stages.filter import Filter
 from strop.stages.rejection_sampling import RejectionSampling
@@ -51,6 +51,7 @@ def test_rewards_of_one_judge_say_it_by_their_one_part():
     assert verdict_of(MathReward())(judged(accuracy=1.0, format=0.0)) is True
     assert verdict_of(FunctionReward(function="math:sqrt", right_above=-1))(judged(reward=-0.5)) is True
     assert verdict_of(FunctionReward(function="math:sqrt"))(judged(reward=0.5)) is None
+    assert verdict_of(function_reward(lambda task, trajectory: 1.0, right_above=0.6))(judged(reward=0.5)) is False
 
 
 def test_a_class_says_what_is_right_by_a_part_called_accuracy():

@@ -159,7 +159,7 @@ def weight_files(directory: Path) -> list[Path]:
         content = parse_json(index.read_bytes())
         names = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ValueError(f"{_INDEX} has no weight_map with names of files")
+            raise ModelError(f"{index}: has no weight_map with names of files. Save or download the model again.")
         return [directory / name for name in sorted(set(names.values()))]
     if (directory / _SINGLE).exists():
         return [directory / _SINGLE]

@@ -73,7 +73,7 @@ class MetricRule(Config):
             has_verdict: whether the reward says what is right.
         """
         if self.is_collapse and not (every_steps and has_verdict):
-            why = "no part of its reward says what is right. Give it one that compares answers, or a function right_above"
+            why = "no part of its reward says what is right. Give it one that compares answers, or a function with right_above"
             if every_steps is None:
                 why = "the stage has no validation. Give it one (validation.every_steps)"
             what = "ends with the policy of the best" if self.accuracy_below is None else "waits for"

@@ -61,7 +61,7 @@ class Awaited:
 class DraftTimes:
     """Seconds and tokens of steps, by the number of drafts for each conversation; those long ago weigh little.
 
-    A step of few rows takes hardly less time than one of `_DRAFT_ROWS`. When few conversations are left, drafts fill it up:
+    A step of few rows takes little less time than one of `_DRAFT_ROWS`. When few conversations are left, drafts fill it up:
     each is computed as if it had been drawn, the token after it is drawn with its own uniform, and what was drawn after a
     wrong draft is dropped. So drafts change the time that a completion takes, and none of its tokens.
     """

@@ -27,7 +27,7 @@ from strop.errors import ModelError
 _log = logging.getLogger(__name__)
 _MEASURED_LAYERS = 2  # all have one shape; the last one computes its products only for rows
 _MAX_COLUMN_SIZES = 20
-_MAX_SIZES, _ROW_STEP = 8, 8  # with more, padding costs hardly less, and measuring them takes longer
+_MAX_SIZES, _ROW_STEP = 8, 8  # each size is measured before the first step
 # oneDNN generates code for every size of every weight's shape and keeps it: 0.6 MiB each, five shapes in SmolLM2-135M.
 _MAX_SIZES_OF_LIBRARY = 3  # of rows, and of chunk tokens next to all rows
 CHUNK_BUDGET = 256  # tokens of prompts and observations in one step, next to the rows

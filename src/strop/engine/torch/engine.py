@@ -46,7 +46,7 @@ from strop.engine.torch.weights import PublishedWeights
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
-_FEW_WEIGHTS = 2**17  # of a matrix, with fewer of which a second thread costs more than it computes
+_FEW_WEIGHTS = 2**17  # of a matrix; with fewer, one thread computes and leaves the other cores to tools and the trainer
 
 
 class TorchEngine:
