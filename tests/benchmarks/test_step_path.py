@@ -15,7 +15,7 @@ def test_a_step_of_the_demo_enters_no_further_files() -> None:
     lines, _, files, word = done.stdout.splitlines()[-1].split()
     assert word == "files"
     assert int(files) <= 61  # measured: 60, of which some depend on timing; goal: 60
-    # Measured: 12 039, 150 of them for publications that engines of other processes read, 130 for completions of several
+    # Measured: 12 043, 150 of them for publications that engines of other processes read, 130 for completions of several
     # versions and batches that steps share, 50 for a cluster and the queue of the sandbox, 140 for drafts and for ranks
     # that divide rows, 130 for turns in pieces and for memory that is free between rollouts, 140 for modules that joined their
     # only user, 190 for draws and products in C, 80 for the choice of an engine, which one engine goes through as well;
