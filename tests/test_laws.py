@@ -41,69 +41,68 @@ from strop.types import Trajectory
 TESTS = Path(__file__).parent
 _TRAJECTORY = TypeAdapter(Trajectory)
 
-ELSEWHERE = {
-    1: ["rollout/test_collect.py::test_a_rollout_of_several_turns_appends_and_never_exceeds_its_budget"],
-    2: [
-        "training/test_batch.py::test_law_2_only_tokens_that_the_policy_sampled_are_trained_on",
-        "training/test_sft.py::test_law_2_only_a_demonstrators_turns_are_imitated",
-        "training/test_trainer.py::test_law_2_what_masked_positions_hold_changes_neither_loss_nor_gradient",
+TESTS_OF = {
+    "tokens are the truth": ["rollout/test_collect.py::test_a_rollout_of_several_turns_appends_and_never_exceeds_its_budget"],
+    "masks come from provenance": [
+        "training/test_batch.py::test_only_tokens_that_the_policy_sampled_are_trained_on",
+        "training/test_sft.py::test_only_a_demonstrators_turns_are_imitated",
+        "training/test_trainer.py::test_what_masked_positions_hold_changes_neither_loss_nor_gradient",
     ],
-    3: [
-        "rollout/test_collect.py::test_law_3_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_takes_its_place",
-        "rollout/test_collect.py::test_law_3_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refilled",
-        "rollout/test_collect.py::test_law_3_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0",
+    "outcomes are typed": [
+        "rollout/test_collect.py::test_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_takes_its_place",
+        "rollout/test_collect.py::test_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refilled",
+        "rollout/test_collect.py::test_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0",
     ],
-    4: [
-        "training/test_trainer.py::test_law_4_micro_batch_size_changes_the_gradient_by_rounding_only",
-        "training/test_trainer.py::test_law_4_nothing_of_the_plumbing_changes_the_gradient_but_by_rounding",
-        "training/test_workers.py::test_law_4_two_ranks_give_the_gradient_of_one_by_rounding_only",
-        "training/test_batch.py::test_law_4_rows_stand_in_canonical_order_whatever_closed_first",
+    "the gradient does not depend on the plumbing": [
+        "training/test_trainer.py::test_micro_batch_size_changes_the_gradient_by_rounding_only",
+        "training/test_trainer.py::test_nothing_of_the_plumbing_changes_the_gradient_but_by_rounding",
+        "training/test_workers.py::test_two_ranks_give_the_gradient_of_one_by_rounding_only",
+        "training/test_batch.py::test_rows_stand_in_canonical_order_whatever_closed_first",
     ],
-    5: [
-        "training/test_logprobs.py::test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward",
+    "one definition of log-prob": [
+        "training/test_logprobs.py::test_chunked_logprobs_entropies_and_gradients_equal_the_full_forward",
         "engine/test_logprobs.py::test_logprobs_and_entropies_are_those_of_the_model_librarys_full_forward",
     ],
-    6: [
-        "training/test_trainer.py::test_law_6_what_is_published_matches_its_checksum_in_the_engines_dtype",
+    "published weights are the weights that sample": [
+        "training/test_trainer.py::test_what_is_published_matches_its_checksum_in_the_engines_dtype",
         "engine/test_torch_engine.py::test_a_weight_that_was_perturbed_by_a_thousandth_is_noticed_at_the_next_request",
         "engine/test_contract.py::test_a_publication_drops_every_cache_of_the_older_weights",
     ],
-    7: [
-        "rollout/test_collect.py::test_law_7_a_void_rollout_names_who_waited_too_long_and_for_what",
+    "everything that waits has a deadline": [
+        "rollout/test_collect.py::test_a_void_rollout_names_who_waited_too_long_and_for_what",
         "rollout/scheduling/test_slow_completions.py::test_an_engine_that_hangs_is_lost_and_its_rollouts_continue_elsewhere",
         "training/test_trainer.py::test_the_event_loop_runs_on_while_the_trainer_computes",
     ],
-    8: [
-        "rollout/test_collect.py::test_law_8_the_seed_of_a_rollout_depends_on_batch_and_key_alone",
-        "training/test_trainer.py::test_law_8_two_trainers_of_one_seed_are_equal_bit_for_bit",
+    "seeds belong to work items": [
+        "rollout/test_collect.py::test_the_seed_of_a_rollout_depends_on_batch_and_key_alone",
+        "training/test_trainer.py::test_two_trainers_of_one_seed_are_equal_bit_for_bit",
         "engine/test_determinism.py::test_bits_depend_neither_on_company_nor_on_order_nor_on_slots",
     ],
-    9: [
-        "training/test_trainer.py::test_law_9_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit",
-        "rollout/test_collect.py::test_law_9_finished_rollouts_of_an_interrupted_batch_are_not_played_again",
-        "pipelines/test_resume.py::test_law_9_a_kill_among_open_tool_calls_changes_nothing",
-        "pipelines/test_resume.py::test_law_9_a_run_that_is_killed_in_every_stage_ends_the_same",
-        "pipelines/test_end_to_end.py::test_law_9_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint",
+    "a checkpoint is atomic and layout-free": [
+        "training/test_trainer.py::test_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit",
+        "rollout/test_collect.py::test_finished_rollouts_of_an_interrupted_batch_are_not_played_again",
+        "pipelines/test_resume.py::test_a_kill_among_open_tool_calls_changes_nothing",
+        "pipelines/test_resume.py::test_a_run_that_is_killed_in_every_stage_ends_the_same",
+        "pipelines/test_end_to_end.py::test_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint",
     ],
-    10: [],
-    11: [],
+    "the core is light": ["test_laws.py::test_nothing_but_the_core_is_required"],
+    "a run that cannot learn says so": ["test_laws.py::test_a_run_that_cannot_learn_says_so_within_a_step_and_gives_up"],
 }
 
 
-@pytest.mark.parametrize("law", sorted(ELSEWHERE))
-def test_every_law_has_a_test_that_names_it(law):
-    for place in ELSEWHERE[law]:
+@pytest.mark.parametrize("law", TESTS_OF)
+def test_every_law_has_tests(law):
+    assert TESTS_OF[law]
+    for place in TESTS_OF[law]:
         file, name = place.split("::")
         assert f"def {name}(" in (TESTS / file).read_text(), place
-    here = re.findall(rf"^def test_law_{law}_", Path(__file__).read_text(), flags=re.MULTILINE)
-    assert ELSEWHERE[law] or here
 
 
 def trajectories(run, stage="rl", steps=(1, 2)):
     return [scored.trajectory for step in steps for scored in read_rollouts(run.stage(stage).rollouts(step))]
 
 
-def test_law_1_a_trajectory_is_what_the_engine_was_fed_and_what_it_sampled_and_nothing_is_encoded_again(scripted_run):
+def test_a_trajectory_is_what_the_engine_was_fed_and_what_it_sampled_and_nothing_is_encoded_again(scripted_run):
     engine = scripted_run.engines[1]
     turns_of = defaultdict(list)
     for request, completion in engine.answers.values():
@@ -122,7 +121,7 @@ def test_law_1_a_trajectory_is_what_the_engine_was_fed_and_what_it_sampled_and_n
     assert any(len(turns) > 1 for turns in turns_of.values())
 
 
-def test_law_2_in_rl_the_mask_is_on_what_was_sampled_and_in_sft_on_the_demonstrators_turns(scripted_run):
+def test_in_rl_the_mask_is_on_what_was_sampled_and_in_sft_on_the_demonstrators_turns(scripted_run):
     for trajectory in trajectories(scripted_run.run):
         sampled = [token for turn in trajectory.turns for token in turn.completion.ids]
         assert [token for token, is_on in zip(trajectory.ids, trajectory.loss_mask, strict=True) if is_on] == sampled
@@ -138,7 +137,7 @@ def test_law_2_in_rl_the_mask_is_on_what_was_sampled_and_in_sft_on_the_demonstra
     assert any("<tool_response>" in text for text in fed)
 
 
-def test_law_3_a_faulty_sandbox_costs_rollouts_but_never_a_reward_of_0(tmp_path):
+def test_a_faulty_sandbox_costs_rollouts_but_never_a_reward_of_0(tmp_path):
     """Answers are right whenever the tool answers, so every reward that counts is 1, however many calls break."""
 
     def always_calls(conversation, draw):
@@ -164,7 +163,7 @@ class FaultyInRl(Watching):
         return await self.sandbox.run(request)
 
 
-def test_law_5_the_sampler_and_the_trainer_agree_on_every_logprob_at_temperature_0_7(scripted_run):
+def test_the_sampler_and_the_trainer_agree_on_every_logprob_at_temperature_0_7(scripted_run):
     model = scripted_run.run.stage("rl").model
     stage = make_recipe().stages["after"]
     assert isinstance(stage, Eval)
@@ -207,12 +206,12 @@ def test_law_5_the_sampler_and_the_trainer_agree_on_every_logprob_at_temperature
     assert found.max() < 1e-4  # nats
 
 
-def test_law_6_an_engine_that_holds_other_weights_than_were_published_stops_the_run(tmp_path):
+def test_an_engine_that_holds_other_weights_than_were_published_stops_the_run(tmp_path):
     with pytest.raises(WeightsNotProven, match="version 0 was published"):
         run_recipe(tmp_path / "run", engine_options={"has_wrong_weights": True})
 
 
-def test_law_6_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
+def test_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
     rollouts = scripted_run.run.stage("rl").rollouts(1)
     (weights,) = {each for line in read_lines(rollouts) for each in line["weights"].values()}
     copy = tmp_path / rollouts.name
@@ -223,13 +222,13 @@ def test_law_6_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
         assert len(ledger.finished_before) == num_reused
 
 
-def test_law_7_every_stage_of_a_rollout_has_a_deadline_by_default():
+def test_every_stage_of_a_rollout_has_a_deadline_by_default():
     assert RolloutLimits().deadline_s > 0
     assert EngineConfig().stall_timeout_s > 0
     assert make_recipe().stages["rl"].config.reward.config.verify_deadline_s > 0
 
 
-def test_law_8_one_seed_gives_one_run_whatever_order_things_arrive_in(scripted_run, tmp_path):
+def test_one_seed_gives_one_run_whatever_order_things_arrive_in(scripted_run, tmp_path):
     twin = run_recipe(tmp_path / "twin", is_fresh=True).run
     mine, theirs = ([untimed(line) for line in read_lines(run.metrics)] for run in (twin, scripted_run.run))
     assert mine == theirs
@@ -241,12 +240,12 @@ def test_law_8_one_seed_gives_one_run_whatever_order_things_arrive_in(scripted_r
     assert orders[0] != orders[1]  # 18 conversations of random latency
 
 
-def test_law_8_another_seed_gives_another_run(scripted_run, tmp_path):
+def test_another_seed_gives_another_run(scripted_run, tmp_path):
     other = run_recipe(tmp_path / "other", make_recipe().model_copy(update={"seed": 1})).run
     assert untimed(read_lines(other.metrics)[0]) != untimed(read_lines(scripted_run.run.metrics)[0])
 
 
-def test_law_9_a_directory_is_there_whole_or_not_at_all(tmp_path):
+def test_a_directory_is_there_whole_or_not_at_all(tmp_path):
     def half(directory):
         (directory / "model").write_text("half")
         raise RuntimeError("a fall")
@@ -267,13 +266,13 @@ def test_law_9_a_directory_is_there_whole_or_not_at_all(tmp_path):
     assert [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")] == ["step-000003"]
 
 
-def test_law_10_the_command_line_starts_without_torch():
+def test_the_command_line_starts_without_torch():
     program = "import sys, strop.cli; sys.exit(' '.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_law_10_nothing_but_the_core_is_required():
+def test_nothing_but_the_core_is_required():
     core = {re.split(r"[^A-Za-z0-9-]", line)[0] for line in requires("strop") if "extra ==" not in line}
     assert core <= {
         "torch",
@@ -305,7 +304,7 @@ def test_law_10_nothing_but_the_core_is_required():
     ],
     ids=["all groups tied", "every tool call failing"],
 )
-def test_law_11_a_run_that_cannot_learn_says_so_within_a_step_and_gives_up(tmp_path, say, message):
+def test_a_run_that_cannot_learn_says_so_within_a_step_and_gives_up(tmp_path, say, message):
     progress = Watching()
     recipe = make_recipe(steps=5, give_up_after=3)
     with pytest.raises(CannotLearnError, match="3 steps in a row could not learn") as told:
@@ -321,7 +320,7 @@ def _sum_or_0(conversation):
     return [str(int(left) + int(right)), "0"]
 
 
-def test_law_11_a_killed_run_gives_up_where_an_undisturbed_one_would(tmp_path, monkeypatch):
+def test_a_killed_run_gives_up_where_an_undisturbed_one_would(tmp_path, monkeypatch):
     """Two steps without learning, a kill, and the third step is the last."""
     save = checkpoints.CheckpointWriter.save
 

@@ -29,7 +29,7 @@ def test_a_seed_has_63_bits(parts):
     assert 0 <= derive_seed(*parts) < 2**63
 
 
-def test_law_8_a_seed_is_the_same_in_every_process_and_on_every_machine():
+def test_a_seed_is_the_same_in_every_process_and_on_every_machine():
     here = derive_seed("run", 0, "rl", "rollouts", 3)
     program = "from strop.types import derive_seed; print(derive_seed('run', 0, 'rl', 'rollouts', 3))"
     environment = {"PYTHONHASHSEED": "77"}

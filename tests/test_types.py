@@ -51,13 +51,13 @@ def call(outcome):
     return ToolCall(name="python", arguments="{}", outcome=outcome, text="", duration_s=0.0)
 
 
-def test_law_1_the_ids_of_a_trajectory_are_prompt_completions_and_observations_as_they_arose():
+def test_the_ids_of_a_trajectory_are_prompt_completions_and_observations_as_they_arose():
     played = trajectory(turn([3, 4], [5]), turn([6]))
     assert played.ids == [1, 2, 3, 4, 5, 6]
     assert played.num_response_tokens == 4
 
 
-def test_law_2_the_mask_is_on_what_was_sampled_and_off_on_prompt_observation_and_forced_tokens():
+def test_the_mask_is_on_what_was_sampled_and_off_on_prompt_observation_and_forced_tokens():
     played = trajectory(turn([3, 4], [5], is_forced=[True, False]), turn([6]))
     assert played.loss_mask == [False, False, False, True, False, True]
     assert played.sampled_logprobs == [0, 0, -3, -4, 0, -6]
@@ -67,7 +67,7 @@ def test_law_2_the_mask_is_on_what_was_sampled_and_off_on_prompt_observation_and
     ("outcome", "is_error"),
     [(outcome, outcome not in ("stdout", "echo", "empty", "too_many_calls", "not_run")) for outcome in ToolOutcome],
 )
-def test_law_3_an_error_is_the_agents_mistake_and_decided_by_its_outcome(outcome, is_error):
+def test_an_error_is_the_agents_mistake_and_decided_by_its_outcome(outcome, is_error):
     assert outcome.is_error == is_error
     assert trajectory(turn([3], calls=[call(outcome), call(ToolOutcome.STDOUT)])).num_errors == is_error
 

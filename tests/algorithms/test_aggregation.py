@@ -17,7 +17,7 @@ GROUPS = torch.tensor([4, 4, 9, 9])
         (Aggregation.CONSTANT, 10, [1 / 30, 1 / 30, 1 / 30]),  # N = 3, C = 10
     ],
 )
-def test_law_4_every_token_has_its_share_of_the_whole_update(aggregation, constant, of_each_row):
+def test_every_token_has_its_share_of_the_whole_update(aggregation, constant, of_each_row):
     weights = token_weights(MASK, GROUPS, aggregation, constant=constant)
     expected = MASK[:3] * torch.tensor(of_each_row)[:, None]
     torch.testing.assert_close(weights[:3], expected, rtol=1e-6, atol=0)

@@ -81,7 +81,7 @@ def test_33_rows_in_batches_of_32_are_17_and_16():
     assert [len(batch) for batch in epoch_batches(range(33), batch_size=32, epoch=0, seed=0)] == [17, 16]
 
 
-def test_law_8_the_order_of_an_epoch_hangs_on_seed_and_epoch_alone():
+def test_the_order_of_an_epoch_hangs_on_seed_and_epoch_alone():
     def order(*, epoch, seed):
         return epoch_batches(range(20), batch_size=20, epoch=epoch, seed=seed)[0]
 

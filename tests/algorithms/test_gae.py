@@ -63,7 +63,7 @@ def test_without_a_value_clip_the_loss_is_half_the_squared_error():
     assert value_token_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([1.0]), mask).item() == 2.0
 
 
-def test_law_2_masked_positions_change_nothing_whatever_they_hold():
+def test_masked_positions_change_nothing_whatever_they_hold():
     hidden = ~MASK
     dirty = {"rewards": REWARDS.masked_fill(hidden, math.nan), "values": VALUES.masked_fill(hidden, math.inf)}
     clean_result = generalized_advantages(REWARDS, VALUES, MASK, gamma=0.9, lam=0.7)

@@ -198,7 +198,7 @@ def test_without_oversampling_nothing_is_resampled(make_group):
 
 
 @pytest.mark.parametrize(("num_left", "num_kept"), [(8, 4), (7, 3), (5, 2), (4, 2), (3, 0)])
-def test_law_3_voids_shrink_the_group_in_proportion_and_below_two_it_is_dropped(make_group, num_left, num_kept):
+def test_voids_shrink_the_group_in_proportion_and_below_two_it_is_dropped(make_group, num_left, num_kept):
     group = make_group([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0][:num_left])
     selection = GRPORoC(drop_tied=False).select(group, group_size=4, seed=0)  # 8 were asked for
     assert len(selection.kept) == num_kept
@@ -206,7 +206,7 @@ def test_law_3_voids_shrink_the_group_in_proportion_and_below_two_it_is_dropped(
         assert "only 3 of 8 rollouts are left" in selection.decisions[0].reason
 
 
-def test_law_8_the_noise_of_a_rollout_does_not_depend_on_the_others():
+def test_the_noise_of_a_rollout_does_not_depend_on_the_others():
     keys = [RolloutKey(task_index=2, attempt=attempt) for attempt in range(6)]
     whole = [keys[index] for index in draw_order([1.0] * 6, keys, seed=11)]
     some = list(reversed(keys[1:5]))

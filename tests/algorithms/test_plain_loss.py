@@ -175,7 +175,7 @@ METHODS = [
 
 @pytest.mark.parametrize("hole", [math.nan, math.inf])
 @pytest.mark.parametrize("method", METHODS)
-def test_law_2_masked_tokens_change_neither_loss_nor_gradient_nor_figures_whatever_they_hold(method, hole):
+def test_masked_tokens_change_neither_loss_nor_gradient_nor_figures_whatever_they_hold(method, hole):
     def everything(fill):
         def dirty(values):
             return values.clone() if fill is None else values.masked_fill(~MASK, fill)
@@ -202,7 +202,7 @@ def test_law_2_masked_tokens_change_neither_loss_nor_gradient_nor_figures_whatev
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_law_4_rows_in_parts_of_any_width_add_up_to_the_gradient_of_the_whole(method):
+def test_rows_in_parts_of_any_width_add_up_to_the_gradient_of_the_whole(method):
     weights = token_weights(MASK, torch.tensor(GROUPS), Aggregation.GROUP_TOKEN_MEAN)
     whole = LOGITS.clone().requires_grad_()
     update_loss(whole, method, Aggregation.GROUP_TOKEN_MEAN).backward()

@@ -37,7 +37,7 @@ def test_gamma_and_lambda_reach_the_estimate():
 
 
 @pytest.mark.parametrize("settings", [{}, {"kl_coefficient": 0.1}, {"gamma": 0.9, "lam": 0.8}])
-def test_law_2_masked_positions_and_padding_change_no_estimate_whatever_they_hold(settings):
+def test_masked_positions_and_padding_change_no_estimate_whatever_they_hold(settings):
     method = PPO(**settings)
     [clean] = method.token_advantages([rows_of()])
     dirty = {

@@ -54,7 +54,7 @@ def test_an_error_in_one_process_is_no_loss_of_it(monkeypatch, kind, of_ranks, r
 
 
 @pytest.mark.slow  # starts Ray
-def test_law_7_a_process_that_hangs_is_named_when_its_time_is_over(monkeypatch):
+def test_a_process_that_hangs_is_named_when_its_time_is_over(monkeypatch):
     monkeypatch.setattr("strop.cluster.actors._GRACE_S", 2.0)
     actors = ActorGroup(2, what="the test", key="the test", timeout_s=60.0)
     try:

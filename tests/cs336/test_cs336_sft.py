@@ -59,7 +59,7 @@ def test_an_output_that_ends_with_the_padding_token_is_trained_on_to_its_end():
     assert (tokens["labels"].tolist(), tokens["response_mask"].tolist()) == ([[A, B, EOS]], [[False, True, True]])
 
 
-def test_law_4_the_tokenizers_padding_side_changes_nothing():
+def test_the_tokenizers_padding_side_changes_nothing():
     left = word_tokenizer()
     left.padding_side = "left"
     texts = (["a b", "a"], ["c", "b c d a"])
@@ -68,7 +68,7 @@ def test_law_4_the_tokenizers_padding_side_changes_nothing():
     assert by_side[0]["labels"][0].tolist()[-2:] == [PAD, PAD]
 
 
-def test_law_4_rows_padded_to_the_longest_give_the_gradient_of_each_row_by_itself():
+def test_rows_padded_to_the_longest_give_the_gradient_of_each_row_by_itself():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, initializer_range=0.3, **sizes))

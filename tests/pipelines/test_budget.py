@@ -84,7 +84,7 @@ def test_a_run_stops_with_its_budget_and_its_last_policy_is_saved_measured_and_h
     assert len(done.result.evaluations) == 2
 
 
-def test_law_9_a_run_that_falls_after_its_budget_is_spent_trains_no_further(ticking, tmp_path, monkeypatch):
+def test_a_run_that_falls_after_its_budget_is_spent_trains_no_further(ticking, tmp_path, monkeypatch):
     recipe = make_recipe(steps=50, budget_s=115.0, checkpoint_every=50)
     with monkeypatch.context() as patched:
         patched.setattr("strop.stages.loop.steps.write_product", _fall)

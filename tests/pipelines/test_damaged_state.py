@@ -49,7 +49,7 @@ def interrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_law_9_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_used(interrupted, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_used(interrupted, tmp_path, damage):
     stopped, whole, recipe = interrupted
     shutil.copytree(stopped, tmp_path / "run")
     stage = RunDirectory(tmp_path / "run").stage("rl")
@@ -69,7 +69,7 @@ def test_law_9_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_use
 
 
 @pytest.mark.slow
-def test_law_9_a_run_goes_on_with_another_number_of_processes_and_says_so(interrupted, tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes_and_says_so(interrupted, tmp_path):
     stopped, whole, _ = interrupted
     shutil.copytree(stopped, tmp_path / "run")
     progress = Watching()

@@ -94,7 +94,7 @@ class Impatient(Watching):
             raise KeyboardInterrupt
 
 
-def test_law_9_a_run_that_is_stopped_ends_with_the_same_model(tmp_path):
+def test_a_run_that_is_stopped_ends_with_the_same_model(tmp_path):
     """Two steps behind a checkpoint, with LoRA."""
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     made = recipe(pairs, checkpoint_every=3, trainer={"optimizer": {"lr": 0.003}, "lora": {"rank": 2, "alpha": 4}})

@@ -120,7 +120,7 @@ def test_refilling_ends_after_its_rounds_and_the_step_goes_on_with_what_there_is
     assert line["groups/used"] == 0
 
 
-def test_law_9_an_interrupted_refill_goes_on_where_it_was(whole, tmp_path, monkeypatch):
+def test_an_interrupted_refill_goes_on_where_it_was(whole, tmp_path, monkeypatch):
     num_finished = 0
     finish = StepLedger.finished
 

@@ -230,7 +230,7 @@ def test_a_run_may_be_copied_and_goes_on_from_there(scripted_run, tmp_path):
 
 
 @pytest.mark.parametrize("fall", [{"before": 2}, {"after": 1}], ids=["before its checkpoint", "after its checkpoint"])
-def test_law_9_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint(tmp_path, fall):
+def test_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint(tmp_path, fall):
     recipe = make_recipe(steps=3)
     whole = run_recipe(tmp_path / "whole", recipe).run
     with falling("rl", **fall):

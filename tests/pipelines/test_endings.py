@@ -152,7 +152,7 @@ def test_a_run_ends_where_too_many_rollouts_are_truncated_and_its_last_policy_is
     assert len(done.result.evaluations) == 2
 
 
-def test_law_9_a_run_that_falls_after_a_rule_ended_it_trains_no_further(tmp_path, monkeypatch):
+def test_a_run_that_falls_after_a_rule_ended_it_trains_no_further(tmp_path, monkeypatch):
     rules = [{"truncated_above": 0.05, "over_steps": 3}]
     recipe = make_recipe(steps=9, end_when=rules, checkpoint_every=9, give_up_after=9)
     with monkeypatch.context() as patched:
@@ -220,7 +220,7 @@ def test_a_policy_that_collapses_ends_its_stage_and_the_best_that_was_measured_i
     assert f"the policy is that of step {best}" in run.report.read_text()
 
 
-def test_law_9_a_run_that_falls_as_its_policy_collapses_ends_as_it_would_have(begun, collapsed, tmp_path, monkeypatch):
+def test_a_run_that_falls_as_its_policy_collapses_ends_as_it_would_have(begun, collapsed, tmp_path, monkeypatch):
     whole, _ = collapsed
     directory = shutil.copytree(begun, tmp_path / "run")
     with falling("rl", before=len(lines_of(whole))):  # before the last checkpoint

@@ -111,7 +111,7 @@ def wrong(conversation, draw):
     return answer(1000)
 
 
-def test_law_11_steps_with_nothing_right_are_counted_told_and_end_the_run_with_its_state_saved(tmp_path):
+def test_steps_with_nothing_right_are_counted_told_and_end_the_run_with_its_state_saved(tmp_path):
     progress = Watching()
     recipe = make_recipe(steps=9, give_up_after=2, checkpoint_every=5)
     with pytest.raises(CannotLearnError, match=r"2 steps in a row .* none of 12 rollouts is right"):
@@ -146,7 +146,7 @@ class FallingEngine(RecordingEngine):
         return await super().complete(request)
 
 
-def test_law_3_void_rollouts_are_neither_kept_nor_counted_as_wrong(tmp_path):
+def test_void_rollouts_are_neither_kept_nor_counted_as_wrong(tmp_path):
     done = run_recipe(tmp_path / "run", make_recipe(steps=1), make_engine=FallingEngine)
     [line] = lines_of(done.run, "ei")
     rollouts = read_rollouts(done.run.stage("ei").rollouts(1))
@@ -155,7 +155,7 @@ def test_law_3_void_rollouts_are_neither_kept_nor_counted_as_wrong(tmp_path):
     assert line["rollout/kept_fraction"] == sum(scored.reward for scored in rollouts) / len(rollouts)
 
 
-def test_law_9_a_step_that_fell_before_its_checkpoint_counts_once(finished, tmp_path):
+def test_a_step_that_fell_before_its_checkpoint_counts_once(finished, tmp_path):
     with falling("ei", before=1):
         run_recipe(tmp_path / "run", make_recipe())
     again = run_recipe(tmp_path / "run", make_recipe())

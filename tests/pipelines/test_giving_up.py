@@ -1,4 +1,4 @@
-"""When a run that teaches nothing stops, and when it goes on. (That it stops is law 11, in tests/test_laws.py.)"""
+"""When a run that teaches nothing stops, and when it goes on. (That it stops: tests/test_laws.py.)"""
 
 from __future__ import annotations
 

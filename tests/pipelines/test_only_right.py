@@ -230,7 +230,7 @@ def sometimes_lost(task, trajectory):
 FUNCTION = {"kind": "function", "function": f"{__name__}:sometimes_lost", "right_above": 0}
 
 
-def test_law_3_what_nobody_could_judge_is_not_called_wrong(tmp_path):
+def test_what_nobody_could_judge_is_not_called_wrong(tmp_path):
     faults.clear()
     faults["Q1"] = 1
     found = run_recipe(tmp_path / "run", recipe_of(tmp_path, reward=FUNCTION))
@@ -242,7 +242,7 @@ def test_law_3_what_nobody_could_judge_is_not_called_wrong(tmp_path):
     ]
 
 
-def test_law_3_a_judge_that_is_lost_altogether_ends_the_try_and_the_next_asks_again(tmp_path):
+def test_a_judge_that_is_lost_altogether_ends_the_try_and_the_next_asks_again(tmp_path):
     faults.clear()
     faults.update({f"Q{n}": 1 for n in range(7)})
     recipe = recipe_of(tmp_path, reward=FUNCTION)

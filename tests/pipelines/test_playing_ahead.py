@@ -75,7 +75,7 @@ def test_each_version_is_the_policy_that_the_trainer_had_then(ahead):
         assert [line["weights"] for line in lines] == [{str(step - 2): published[step - 2]}] * len(lines)
 
 
-def test_the_gap_of_law_5_is_told_of_equal_weights_alone(ahead):
+def test_the_gap_of_log_probs_is_shown_for_equal_weights_only(ahead):
     assert ["policy/logprob_gap_mean" in line for line in lines_of(ahead.run)] == [True, False, False, False]
     assert all("policy/sampler_kl_nats" in line for line in lines_of(ahead.run))
 
@@ -233,13 +233,13 @@ def assert_same_rl(run, other):
 
 
 @pytest.mark.parametrize("fall", [{"before": 3}, {"after": 1}], ids=["before a checkpoint", "behind the first checkpoint"])
-def test_law_9_a_run_that_falls_ends_with_the_same_weights(ahead, tmp_path, fall):
+def test_a_run_that_falls_ends_with_the_same_weights(ahead, tmp_path, fall):
     with falling("rl", **fall):
         run_recipe(tmp_path / "run", make_ahead_recipe())
     assert_same_rl(run_recipe(tmp_path / "run", make_ahead_recipe()).run, ahead.run)
 
 
-def test_law_9_a_run_that_falls_in_its_first_update_ends_with_the_same_weights(ahead, tmp_path, monkeypatch):
+def test_a_run_that_falls_in_its_first_update_ends_with_the_same_weights(ahead, tmp_path, monkeypatch):
     def fall(*arguments):
         raise Fallen
 
@@ -258,7 +258,7 @@ DAPO = {
 }
 
 
-def test_law_9_a_run_that_falls_in_a_refill_of_a_step_that_is_played_ahead_ends_with_the_same_weights(tmp_path, monkeypatch):
+def test_a_run_that_falls_in_a_refill_of_a_step_that_is_played_ahead_ends_with_the_same_weights(tmp_path, monkeypatch):
     """The checkpoint of the first step is there, or is being written."""
     step, undisturbed = 3, run_recipe(tmp_path / "undisturbed", make_ahead_recipe(**DAPO), say=all_right_if_even).run
     refills = range(STEPS * 4 + (step - 1) * 12, STEPS * 4 + step * 12)
@@ -285,7 +285,7 @@ def test_law_9_a_run_that_falls_in_a_refill_of_a_step_that_is_played_ahead_ends_
     assert reused >= 4 * 4 + 2  # its own rollouts and those of its refills that had ended
 
 
-def test_law_9_a_checkpoint_is_there_when_the_next_rollouts_are(tmp_path, monkeypatch):
+def test_a_checkpoint_is_there_when_the_next_rollouts_are(tmp_path, monkeypatch):
     """Or a run that resumes from it would need weights that nobody has."""
     closed = {}
 

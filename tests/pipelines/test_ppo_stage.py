@@ -66,7 +66,7 @@ def test_rollouts_are_shown_with_the_advantages_that_the_critic_left(whole):
     assert min(advantages) < 0 < max(advantages)
 
 
-def test_law_9_a_run_with_a_critic_resumes_bit_for_bit(whole, tmp_path):
+def test_a_run_with_a_critic_resumes_bit_for_bit(whole, tmp_path):
     with falling("rl", before=2):
         run_recipe(tmp_path / "run", make_recipe(**RECIPE))
     assert_same_training(run_recipe(tmp_path / "run", make_recipe(**RECIPE)).run, whole)

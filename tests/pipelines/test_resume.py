@@ -65,7 +65,7 @@ def order_of_arrival(run, step):
 
 
 @pytest.mark.slow
-def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_path):
+def test_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_path):
     run = RunDirectory(shutil.copytree(undisturbed.path, tmp_path / "run"))  # up to its RL, to save time
     shutil.rmtree(run.stage("rl").path)
     shutil.rmtree(run.stage("after").path)
@@ -90,7 +90,7 @@ def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_pat
 
 
 @pytest.mark.slow
-def test_law_9_a_run_that_is_killed_in_every_stage_ends_the_same(undisturbed, tmp_path):
+def test_a_run_that_is_killed_in_every_stage_ends_the_same(undisturbed, tmp_path):
     run = RunDirectory(tmp_path / "run")
     for is_time in (
         lambda: events(run, "stage_started", "base"),

@@ -49,7 +49,7 @@ def before_rl(whole, path):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_law_9_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, tmp_path, moment):
+def test_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, tmp_path, moment):
     step, ahead, words = MOMENTS[moment]
     run = before_rl(undisturbed, tmp_path / "run")
     if ahead:
@@ -73,7 +73,7 @@ DAPO = (
 OWN_TASKS, REFILLS = 4, 12  # of a step
 
 
-def test_law_9_a_kill_in_a_refill_of_a_step_that_is_played_ahead_changes_nothing(undisturbed, tmp_path):
+def test_a_kill_in_a_refill_of_a_step_that_is_played_ahead_changes_nothing(undisturbed, tmp_path):
     """DAPO's dynamic sampling and overlap together."""
     whole = before_rl(undisturbed, tmp_path / "whole")
     finish(whole, TINY, *DAPO, limit_s=LIMIT_S)
@@ -109,7 +109,7 @@ def test_real_engines_sample_each_step_from_the_weights_of_the_step_before(undis
 PARTIAL = (*AHEAD[:2], "stages.rl.async_rollouts={max_staleness=1, partial=true}")
 
 
-def test_law_9_a_kill_while_rollouts_are_in_flight_over_publications_loses_and_doubles_none(undisturbed, tmp_path):
+def test_a_kill_while_rollouts_are_in_flight_over_publications_loses_and_doubles_none(undisturbed, tmp_path):
     run = before_rl(undisturbed, tmp_path / "run")
     kill_when(run, lambda: is_played_ahead(run, 2, 3), *PARTIAL, limit_s=LIMIT_S)
     finish(run, TINY, *PARTIAL, limit_s=LIMIT_S)

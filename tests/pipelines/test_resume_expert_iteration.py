@@ -48,7 +48,7 @@ def has_imitated(run, *, step):
         ),
     ],
 )
-def test_law_9_a_kill_in_expert_iteration_changes_nothing(undisturbed, tmp_path, is_time, resumes_from):
+def test_a_kill_in_expert_iteration_changes_nothing(undisturbed, tmp_path, is_time, resumes_from):
     run = RunDirectory(shutil.copytree(undisturbed.path, tmp_path / "run"))  # up to the stage itself, to save time
     shutil.rmtree(run.stage("expert").path)
     run.events.unlink()

@@ -135,7 +135,7 @@ def test_tasks_to_come_that_the_engine_cannot_hold_are_told_before_the_first_ste
     assert not lines_of(RunDirectory(tmp_path / "run"))
 
 
-def test_law_9_a_run_resumes_exactly_between_what_its_schedule_has_done_and_does_next(whole, tmp_path):
+def test_a_run_resumes_exactly_between_what_its_schedule_has_done_and_does_next(whole, tmp_path):
     with falling("rl", after=3):
         run_recipe(tmp_path / "run", make_recipe(**R1))
     assert_same_training(run_recipe(tmp_path / "run", make_recipe(**R1)).run, whole)

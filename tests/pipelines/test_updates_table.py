@@ -40,7 +40,7 @@ def test_every_update_of_a_step_has_a_row_and_their_means_are_the_steps_metrics(
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
-def test_law_9_a_kill_among_the_rows_of_a_step_neither_loses_nor_doubles_one(whole, tmp_path, monkeypatch, num_rows):
+def test_a_kill_among_the_rows_of_a_step_neither_loses_nor_doubles_one(whole, tmp_path, monkeypatch, num_rows):
     class Falling(LineWriter):
         def append(self, value):
             if value.get("stage") == "rl" and value.get("step") == 2 and value.get("place", 9) > num_rows:

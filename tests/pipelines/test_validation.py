@@ -87,7 +87,7 @@ def test_the_best_policy_is_handed_on_where_that_is_asked(tmp_path):
     assert weights_digest(stage.best) == weights_digest(stage.checkpoint(2) / "model") != weights_digest(stage.model)
 
 
-def test_law_9_a_run_that_falls_while_it_validates_resumes_exactly(whole, tmp_path):
+def test_a_run_that_falls_while_it_validates_resumes_exactly(whole, tmp_path):
     def falls(conversation, draw):
         path = tmp_path / "run" / "stages" / "rl" / "validation" / "step-000004.jsonl"
         if path.exists() and len(read_lines(path)) >= 3:

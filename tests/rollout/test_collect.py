@@ -142,7 +142,7 @@ def test_a_fault_of_ours_is_played_again_from_turn_0_with_the_same_seed():
     assert world.num_open == 0
 
 
-def test_law_3_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_takes_its_place():
+def test_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_takes_its_place():
     world, watcher = World(), Watcher()
 
     class Broken(OneTurn):
@@ -163,7 +163,7 @@ def test_law_3_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_ta
     assert rollout_metrics([group])["rollout/void_fraction"] == 1 / 3
 
 
-def test_law_3_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refilled():
+def test_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refilled():
     async def breaks(task, attempt):
         raise MachineError("no sandbox")
 
@@ -174,7 +174,7 @@ def test_law_3_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refi
     assert Counter(watcher.of("started")) == {RolloutKey(task_index=0, attempt=attempt): 3 for attempt in range(4)}
 
 
-def test_law_3_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0():
+def test_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0():
     async def lost(task, trajectory):
         if trajectory.key.attempt == 1:
             raise MachineError("the verifier died")
@@ -187,7 +187,7 @@ def test_law_3_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0():
     assert watcher.of("voided") == [RolloutKey(task_index=0, attempt=1)]
 
 
-def test_law_7_a_void_rollout_names_who_waited_too_long_and_for_what():
+def test_a_void_rollout_names_who_waited_too_long_and_for_what():
     async def silent(task, attempt):
         raise DeadlineExceeded(f"tool 'search' gave no answer to call 0 of turn 0 of {task.id} within 0.1 s.")
 
@@ -205,7 +205,7 @@ def test_a_lost_engine_ends_the_batch_but_not_what_had_been_finished():
     assert watcher.of("voided") == []
 
 
-def test_law_9_finished_rollouts_of_an_interrupted_batch_are_not_played_again():
+def test_finished_rollouts_of_an_interrupted_batch_are_not_played_again():
     (before,) = play_all(make_player(World()), num_rollouts=3)
     kept = {scored.trajectory.key: scored for scored in before.trajectories[:2]}
     watcher, engine = Watcher(), FaultyEngine(lambda request: ANSWER)
@@ -215,7 +215,7 @@ def test_law_9_finished_rollouts_of_an_interrupted_batch_are_not_played_again():
     assert len(engine.requests) == 1
 
 
-def test_law_8_the_seed_of_a_rollout_depends_on_batch_and_key_alone():
+def test_the_seed_of_a_rollout_depends_on_batch_and_key_alone():
     def seeds(tasks, num_rollouts, seed=5):
         watcher = Watcher()
         play_all(make_player(World()), tasks=tasks, num_rollouts=num_rollouts, watcher=watcher, seed=seed)

@@ -78,7 +78,7 @@ def outcomes(group: Group) -> list[tuple[int, list[str]]]:
     return [(each.trajectory.key.attempt, [str(call.text) for call in each.trajectory.calls]) for each in group.trajectories]
 
 
-def test_law_3_a_search_service_that_fails_is_asked_again_then_voids_the_rollout_which_is_refilled() -> None:
+def test_a_search_service_that_fails_is_asked_again_then_voids_the_rollout_which_is_refilled() -> None:
     """Two tries of a request, three of a rollout: six failures void it; the seventh and eighth are those of the next."""
 
     def answer(asked: Asked, number: int) -> Answer:
@@ -100,7 +100,7 @@ def test_law_3_a_search_service_that_fails_is_asked_again_then_voids_the_rollout
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_law_3_an_mcp_server_that_dies_under_calls_voids_the_rollout_which_is_refilled(
+def test_an_mcp_server_that_dies_under_calls_voids_the_rollout_which_is_refilled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One try of a call, three of a rollout: three deaths void it; the next rollout meets a server that lives."""
@@ -117,7 +117,7 @@ def test_law_3_an_mcp_server_that_dies_under_calls_voids_the_rollout_which_is_re
     assert group.trajectories[0].trajectory.calls[0].outcome is ToolOutcome.STDOUT
 
 
-def test_law_7_a_tool_that_keeps_silent_beyond_the_deadline_voids_the_rollout() -> None:
+def test_a_tool_that_keeps_silent_beyond_the_deadline_voids_the_rollout() -> None:
     released = threading.Event()
 
     @tool

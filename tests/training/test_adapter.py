@@ -154,9 +154,7 @@ def test_the_reference_is_the_model_without_the_adapter_until_it_is_refreshed(mo
 
 
 @pytest.mark.parametrize("refresh_after", [None, 0])
-def test_law_9_a_loaded_adapter_goes_on_as_the_saved_one_would_have_bit_for_bit(
-    model_directory, make_batch, tmp_path, refresh_after
-):
+def test_a_loaded_adapter_goes_on_as_the_saved_one_would_have_bit_for_bit(model_directory, make_batch, tmp_path, refresh_after):
     straight, resumed = (make_trainer(model_directory, reference=model_directory) for _ in range(2))
 
     async def scenario():

@@ -96,7 +96,7 @@ def models(model_directory):
     rows=st.lists(st.tuples(st.integers(2, 60), st.integers(0, 30)), min_size=1, max_size=6),
     density=st.sampled_from([0.1, 0.5, 1.0]),
 )
-def test_law_4_packed_rows_give_the_log_probs_and_the_gradient_of_rows_that_stand_alone(models, rows, density):
+def test_packed_rows_give_the_log_probs_and_the_gradient_of_rows_that_stand_alone(models, rows, density):
     ids, lengths = random_rows(*zip(*rows, strict=True))
     generator = torch.Generator().manual_seed(len(rows))
     where = (torch.rand(ids.shape, generator=generator) < density) & (torch.arange(ids.shape[1]) < lengths[:, None])

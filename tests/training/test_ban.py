@@ -90,7 +90,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_the_vocabulary_without_th
         assert (gradients[name] - parameter.grad).norm() < 2e-6 * parameter.grad.norm()
 
 
-def test_law_5_the_trainer_scores_what_the_engine_sampled_under_min_tokens(model_directory, tmp_path):
+def test_the_trainer_scores_what_the_engine_sampled_under_min_tokens(model_directory, tmp_path):
     config = EngineConfig(device="cpu", slots=24, max_length=64)
     requests = [
         CompletionRequest(

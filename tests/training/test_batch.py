@@ -73,7 +73,7 @@ TALKING = ((1, 2), (turn((3, 4), (-0.5, -0.6), observation_ids=(5, 6)), turn((7,
 SHORT = ((1,), (turn((9,), (-0.9,)),))
 
 
-def test_law_2_only_tokens_that_the_policy_sampled_are_trained_on():
+def test_only_tokens_that_the_policy_sampled_are_trained_on():
     chosen = [selection(0, [TALKING])]
     batch = pack(chosen, ones(chosen), aggregation=Aggregation.TOKEN_MEAN, temperature=0.7)
     assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
@@ -115,7 +115,7 @@ def test_the_gradient_of_a_completion_of_two_versions_is_that_of_each_token_agai
     torch.testing.assert_close(logits.grad, torch.tensor([[0.0] * 4, *expected]), rtol=0, atol=1e-6)
 
 
-def test_law_4_rows_stand_in_canonical_order_whatever_closed_first():
+def test_rows_stand_in_canonical_order_whatever_closed_first():
     first, second = selection(0, [SHORT, TALKING]), selection(1, [TALKING, SHORT])
     in_order = pack([first, second], ones([first, second]), aggregation=Aggregation.GROUP_TOKEN_MEAN, temperature=1.0)
     as_closed = pack([second, first], ones([second, first]), aggregation=Aggregation.GROUP_TOKEN_MEAN, temperature=1.0)
@@ -171,7 +171,7 @@ def test_a_row_beyond_the_budget_goes_by_itself_and_one_without_trained_tokens_n
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("max_tokens", [14, 30, 1000])
-def test_law_4_ranks_share_every_row_once_and_have_as_many_micro_batches_each(make_batch, size, max_tokens):
+def test_ranks_share_every_row_once_and_have_as_many_micro_batches_each(make_batch, size, max_tokens):
     batch = make_batch((9, 14, 11, 7, 14, 8))
     of_ranks = [shares(batch, max_tokens, True, World(rank, size)) for rank in range(size)]
     assert len({len(parts) for parts in of_ranks}) == 1

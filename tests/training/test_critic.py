@@ -126,7 +126,7 @@ def test_values_and_gradients_equal_a_plain_regression_row_by_row(model_director
 @pytest.mark.parametrize(
     "settings", [{"max_tokens_per_microbatch": 8}, {"packing": False}, {"activation_checkpointing": True}], ids=str
 )
-def test_law_4_micro_batches_packing_and_recomputation_change_a_critics_gradient_by_rounding_only(
+def test_micro_batches_packing_and_recomputation_change_a_critics_gradient_by_rounding_only(
     model_directory, make_batch, settings
 ):
     whole = with_random_head(make_trainer(model_directory))
@@ -138,7 +138,7 @@ def test_law_4_micro_batches_packing_and_recomputation_change_a_critics_gradient
     assert other.statistics["value"] == pytest.approx(report.statistics["value"], abs=1e-6)
 
 
-def test_law_2_what_masked_positions_hold_changes_nothing_that_a_critic_learns(model_directory, make_batch):
+def test_what_masked_positions_hold_changes_nothing_that_a_critic_learns(model_directory, make_batch):
     trainer = with_random_head(make_trainer(model_directory))
     batch = with_values(make_batch(), trainer)
     clean, report = gradients_of(trainer, batch)
@@ -177,9 +177,7 @@ def test_policy_and_critic_do_not_touch_each_other(model_directory, make_batch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_law_9_a_loaded_critic_goes_on_as_the_saved_one_would_have_bit_for_bit(
-    model_directory, make_batch, tmp_path, precision
-):
+def test_a_loaded_critic_goes_on_as_the_saved_one_would_have_bit_for_bit(model_directory, make_batch, tmp_path, precision):
     settings = {"critic_updates": 6, "schedule": Schedule.COSINE, "precision": precision}
     straight, resumed = (make_trainer(model_directory, **settings) for _ in range(2))
     batches = [with_values(make_batch(seed=seed), straight) for seed in range(4)]

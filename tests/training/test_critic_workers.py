@@ -40,7 +40,7 @@ async def values_of(trainer, make_batch):
 @pytest.mark.parametrize(
     "settings", [{}, {"precision": "bfloat16", "activation_checkpointing": True, "packing": False}], ids=str
 )
-def test_law_4_and_9_two_ranks_train_save_and_load_a_critic_as_one_does(model_directory, make_batch, tmp_path, settings):
+def test_two_ranks_train_save_and_load_a_critic_as_one_does(model_directory, make_batch, tmp_path, settings):
     alone, divided, resumed = (open_with_critic(model_directory, workers, **settings) for workers in (0, 2, 2))
     tolerance = 5e-2 if "precision" in settings else 1e-4
 

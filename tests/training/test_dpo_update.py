@@ -94,7 +94,7 @@ def plain_losses(policy, reference, pairs):
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_tokens_per_microbatch": 40}, {"packing": False}])
-def test_law_4_the_gradient_is_that_of_the_plain_loss_however_pairs_are_cut(model_directory, reference_directory, settings):
+def test_the_gradient_is_that_of_the_plain_loss_however_pairs_are_cut(model_directory, reference_directory, settings):
     pairs = make_pairs()
     gradients, report, figures = gradients_of(make_trainer(model_directory, reference_directory, **settings), pairs)
     policy, reference = load_model(model_directory).eval(), load_model(reference_directory).eval()

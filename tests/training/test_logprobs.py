@@ -31,7 +31,7 @@ def lengths_of(where):
 @pytest.mark.parametrize("in_cache", [61 * 3, 2**26])  # blocks of three positions, the last of a chunk smaller; of all
 @pytest.mark.parametrize("max_logits", [61 * 4, 2**26])  # chunks of four positions; a single chunk
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(
+def test_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(
     model, make_batch, monkeypatch, max_logits, in_cache, temperature
 ):
     monkeypatch.setattr("strop.training.logprobs._LOGITS_IN_CACHE", in_cache)

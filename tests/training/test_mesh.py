@@ -289,7 +289,7 @@ def assert_lives_as_one(directory, of_ranks, alone, settings):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_law_4_and_9_four_ranks_in_groups_load_publish_train_and_resume_as_one_does(meshes, alone, name):
+def test_four_ranks_in_groups_load_publish_train_and_resume_as_one_does(meshes, alone, name):
     directory, found = meshes
     assert_lives_as_one(directory / name, found[name], alone, MESHES[name])
 
@@ -302,7 +302,7 @@ def test_ranks_that_divide_rows_compute_each_token_once(meshes, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_MESHES)
-def test_law_4_and_9_other_meshes_do_as_one_rank_does(more_meshes, alone, name):
+def test_other_meshes_do_as_one_rank_does(more_meshes, alone, name):
     directory, found = more_meshes
     assert_lives_as_one(directory / name, found[name], alone, MORE_MESHES[name])
 

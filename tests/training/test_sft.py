@@ -6,7 +6,7 @@ from strop.cs336.supplement import PackedSFTDataset
 from strop.training.sft import Demonstration, Segment, cut_into_rows, pack_demonstrations, sft_token_loss
 
 
-def test_law_2_only_a_demonstrators_turns_are_imitated():
+def test_only_a_demonstrators_turns_are_imitated():
     talk = Demonstration(
         segments=(
             Segment(ids=(1, 2), is_demonstrator=False),

@@ -88,7 +88,7 @@ def test_gradients_equal_a_plain_grpo_loss_off_policy(model_directory, make_batc
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
-def test_law_4_micro_batch_size_changes_the_gradient_by_rounding_only(model_directory, make_batch, max_tokens):
+def test_micro_batch_size_changes_the_gradient_by_rounding_only(model_directory, make_batch, max_tokens):
     whole = make_trainer(model_directory, max_tokens_per_microbatch=100_000)
     batch = with_old_logprobs(make_batch(), whole, noise=0.4)
     expected, expected_report = gradients_of(whole, batch)
@@ -98,7 +98,7 @@ def test_law_4_micro_batch_size_changes_the_gradient_by_rounding_only(model_dire
     assert report.statistics == pytest.approx(expected_report.statistics, rel=1e-5, abs=1e-8)
 
 
-def test_law_4_packing_changes_the_gradient_by_rounding_only(model_directory, make_batch):
+def test_packing_changes_the_gradient_by_rounding_only(model_directory, make_batch):
     padded, packed = (make_trainer(model_directory, packing=is_packed) for is_packed in (False, True))
     batch = make_batch((40, 30, 44, 25, 14, 8))
     batch.ids[:2, :20] = batch.ids[2, :20]  # a prompt that three rows share
@@ -110,7 +110,7 @@ def test_law_4_packing_changes_the_gradient_by_rounding_only(model_directory, ma
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_law_4_an_episode_split_in_two_rows_gives_the_gradient_of_the_whole(model_directory, make_batch, is_packed):
+def test_an_episode_split_in_two_rows_gives_the_gradient_of_the_whole(model_directory, make_batch, is_packed):
     trainer = make_trainer(model_directory, packing=is_packed)
     whole = with_old_logprobs(make_batch((40, 30)), trainer, noise=0.4)
     expected, _ = gradients_of(trainer, whole)
@@ -144,7 +144,7 @@ def left_padded(batch):
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_law_4_padding_on_the_left_of_a_plain_model_gives_the_gradient_of_the_trainer(model_directory, make_batch, is_packed):
+def test_padding_on_the_left_of_a_plain_model_gives_the_gradient_of_the_trainer(model_directory, make_batch, is_packed):
     trainer = make_trainer(model_directory, packing=is_packed, max_tokens_per_microbatch=30)
     batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
     gradients, report = gradients_of(trainer, batch)
@@ -195,7 +195,7 @@ def rearranged(batch, order, num_padding):
     is_packed=st.booleans(),
     is_recomputed=st.booleans(),
 )
-def test_law_4_nothing_of_the_plumbing_changes_the_gradient_but_by_rounding(
+def test_nothing_of_the_plumbing_changes_the_gradient_but_by_rounding(
     model_directory, make_batch, order, num_padding, max_tokens, is_packed, is_recomputed
 ):
     plain = make_trainer(model_directory, packing=False)
@@ -214,7 +214,7 @@ def test_law_4_nothing_of_the_plumbing_changes_the_gradient_but_by_rounding(
     assert report.loss == pytest.approx(expected_report.loss, rel=1e-5, abs=1e-7)
 
 
-def test_law_2_what_masked_positions_hold_changes_neither_loss_nor_gradient(model_directory, make_batch):
+def test_what_masked_positions_hold_changes_neither_loss_nor_gradient(model_directory, make_batch):
     trainer = make_trainer(model_directory)
     batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
     expected, expected_report = gradients_of(trainer, batch)
@@ -275,7 +275,7 @@ def test_bfloat16_computes_in_low_precision_and_keeps_its_weights_in_float32(mod
     assert {weights.dtype for weights in weights_of(low).values()} == {torch.float32}
 
 
-def test_law_8_two_trainers_of_one_seed_are_equal_bit_for_bit(model_directory, make_batch):
+def test_two_trainers_of_one_seed_are_equal_bit_for_bit(model_directory, make_batch):
     trainers = [make_trainer(model_directory) for _ in range(2)]
     for trainer in trainers:
         for seed in range(3):
@@ -285,7 +285,7 @@ def test_law_8_two_trainers_of_one_seed_are_equal_bit_for_bit(model_directory, m
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_law_9_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit(model_directory, make_batch, tmp_path):
+def test_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit(model_directory, make_batch, tmp_path):
     async def train(trainer, seeds):
         for seed in seeds:
             batch = await trainer.score(make_batch(seed=seed), Column.OLD_LOGPROBS)
@@ -359,7 +359,7 @@ class RecordingEngine:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_law_6_what_is_published_matches_its_checksum_in_the_engines_dtype(model_directory, make_batch, dtype):
+def test_what_is_published_matches_its_checksum_in_the_engines_dtype(model_directory, make_batch, dtype):
     trainer = make_trainer(model_directory)
     engine = RecordingEngine(dtype)
     checksum = asyncio.run(trainer.publish(engine, version=3))
@@ -621,9 +621,7 @@ def test_activations_are_computed_again_without_dropout(model_directory, make_ba
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_law_9_a_refreshed_reference_is_the_policy_of_then_also_after_a_resume(
-    model_directory, make_batch, tmp_path, precision
-):
+def test_a_refreshed_reference_is_the_policy_of_then_also_after_a_resume(model_directory, make_batch, tmp_path, precision):
     config = TrainerConfig(precision=precision, optimizer=OptimizerConfig(lr=1e-2))
     straight, resumed = (Trainer.from_directory(model_directory, config, reference=model_directory) for _ in range(2))
 

@@ -114,7 +114,7 @@ def assert_equal_but_for_rounding(reports, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True, "packing": False}], ids=str)
-def test_law_4_two_ranks_give_the_gradient_of_one_by_rounding_only(model_directory, make_batch, settings):
+def test_two_ranks_give_the_gradient_of_one_by_rounding_only(model_directory, make_batch, settings):
     alone, divided = both(model_directory, optimizer=TELLING, **settings)
     batch = make_batch((9, 14, 11, 7, 14, 8, 12))
     assert_equal_but_for_rounding(*closing(lambda: gradients_of_both(alone, divided, batch), alone, divided))
@@ -149,7 +149,7 @@ def telling(tied_with_head, tmp_path_factory):
         pytest.param((12,), id="one row, so one rank has nothing but a blank"),
     ],
 )
-def test_law_4_ranks_of_which_one_has_a_blank_give_the_gradient_of_one_process(telling, model_directory, make_batch, lengths):
+def test_ranks_of_which_one_has_a_blank_give_the_gradient_of_one_process(telling, model_directory, make_batch, lengths):
     divided, began, settings = telling
     alone = Trainer.from_directory(model_directory, config_of(0, **settings), reference=model_directory)
 
@@ -294,7 +294,7 @@ def test_two_ranks_bring_the_first_reference_back(two, make_batch, tmp_path):
 
 
 @pytest.mark.slow
-def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(two, model_directory, make_batch, tmp_path):
+def test_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(two, model_directory, make_batch, tmp_path):
     straight, resumed, began = two
     alone, again = (Trainer.from_directory(model_directory, config_of(0), reference=model_directory) for _ in range(2))
 
@@ -364,7 +364,7 @@ def pair(model_directory):
 
 
 @pytest.mark.slow
-def test_law_6_tensors_come_one_by_one_in_the_engines_dtype(pair, model_directory):
+def test_tensors_come_one_by_one_in_the_engines_dtype(pair, model_directory):
     engine = RecordingEngine(torch.bfloat16)
     checksum = asyncio.run(pair.publish(engine, version=1))
     local = RecordingEngine(torch.bfloat16)

@@ -67,9 +67,7 @@ def alone(model):
     ("policy", "slots", "piece_tokens"),
     [("scheduler", (2, 3), 1024), ("scheduler", (2, 3), 5), ("scheduler", (6, 6), 1), ("static", (2,), 5)],
 )
-def test_law_8_neither_the_number_of_engines_nor_the_policy_changes_a_token(
-    model, alone, slots, policy, piece_tokens, monkeypatch
-):
+def test_neither_the_number_of_engines_nor_the_policy_changes_a_token(model, alone, slots, policy, piece_tokens, monkeypatch):
     monkeypatch.setattr("strop.rollout.scheduler.scheduler._PIECE_TOKENS", piece_tokens)
     may_move = piece_tokens < 1024
 

@@ -81,7 +81,7 @@ def test_the_weights_reach_every_engine():
     ],
     ids=["cannot prove them", "hangs", "dies"],
 )
-def test_law_6_an_engine_that_does_not_prove_the_weights_is_given_up_and_the_others_go_on(make, reason):
+def test_an_engine_that_does_not_prove_the_weights_is_given_up_and_the_others_go_on(make, reason):
     async def scenario():
         good, watcher, publisher = FragileEngine(), Watcher(), Publisher()
         pool = pool_of(make(), good, watcher=watcher)
@@ -96,7 +96,7 @@ def test_law_6_an_engine_that_does_not_prove_the_weights_is_given_up_and_the_oth
     run(scenario)
 
 
-def test_law_6_an_engine_that_does_not_prove_the_weights_is_replaced_by_one_that_does():
+def test_an_engine_that_does_not_prove_the_weights_is_replaced_by_one_that_does():
     async def scenario():
         publisher, watcher = Publisher(), Watcher()
 
@@ -114,7 +114,7 @@ def test_law_6_an_engine_that_does_not_prove_the_weights_is_replaced_by_one_that
     run(scenario)
 
 
-def test_law_6_when_nobody_proves_the_weights_the_run_stops():
+def test_when_nobody_proves_the_weights_the_run_stops():
     async def scenario():
         async def open_another(place, name):
             return FragileEngine(has_wrong_weights=True)

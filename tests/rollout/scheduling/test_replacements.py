@@ -42,7 +42,7 @@ def test_an_engine_lost_between_two_batches_is_counted_in_the_next():
     assert run(scenario) == ([0, 1, 0], 1)
 
 
-def test_law_6_a_newcomer_that_would_get_other_weights_than_were_published_does_not_join():
+def test_a_newcomer_that_would_get_other_weights_than_were_published_does_not_join():
     """Whoever published has changed its weights since, and publishes nothing before the next batch."""
 
     async def scenario():
