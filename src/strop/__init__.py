@@ -28,6 +28,7 @@ if "MALLOC_ARENA_MAX" not in os.environ and sys.platform == "linux":
 
 if TYPE_CHECKING:
     from strop.algorithms.method import Method as Method
+    from strop.engine.config import OwnEngine as Engine
     from strop.errors import ConfigError as ConfigError
     from strop.pipeline.from_python import train as train
     from strop.recipe.load import load_recipe as load_recipe
@@ -52,6 +53,7 @@ __all__ = [  # read by tools that do not run this
     "RL",
     "SFT",
     "ConfigError",
+    "Engine",
     "Environment",
     "Eval",
     "Group",
@@ -73,6 +75,7 @@ __all__ = [  # read by tools that do not run this
 
 _MODULES = {
     "ConfigError": "strop.errors",
+    "Engine": "strop.engine.config:OwnEngine",
     "Environment": "strop.rollout.own_environment:OwnEnvironment",
     "Eval": "strop.stages.evaluation",
     "Group": "strop.types",

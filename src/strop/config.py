@@ -74,23 +74,26 @@ class Choice:
 
     Args:
         default: the kind of a table that names none; None: it must.
+        own: finds a user's config by its kind, `my_module:MyClass`; None if a user cannot give one.
     """
 
-    def __init__(self, default: str | None = None) -> None:
-        self.default = default
+    def __init__(self, default: str | None = None, own: Callable[[str], type[Config]] | None = None) -> None:
+        self.default, self.own = default, own
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         kinds = _kinds_of(_members(source))
         return core_schema.no_info_wrap_validator_function(lambda value, _: self._chosen(kinds, value), handler(source))
 
     def _chosen(self, kinds: Mapping[str, type[BaseModel]], value: Any) -> Any:
-        if isinstance(value, tuple(kinds.values())):
+        if isinstance(value, Config):
             return value
         if not isinstance(value, Mapping):
             raise PydanticCustomError("no_table", "not a table", {"kinds": list(kinds)})
         kind = value.get("kind", self.default)
         if kind is None:
             raise PydanticCustomError("no_kind", f"kind: required, but not set; one of {', '.join(kinds)}.")
+        if self.own is not None and ":" in str(kind):
+            return from_keys(self.own(str(kind)), {key: each for key, each in value.items() if key != "kind"})
         if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(f"kind: {kind!r} is not one of {', '.join(kinds)}.{did_you_mean(str(kind), kinds)}")
         return from_keys(kinds[kind], value)
@@ -316,7 +319,8 @@ def _kind_at(annotation: Any, tree: Any) -> _Place:
     if not kinds or not isinstance(tree, Mapping):
         return _Place(expected=annotation, kinds={})
     kind = str(tree.get("kind", next(iter(kinds))))
-    return _Place(expected=kinds.get(kind), kinds=kinds, kind_key="kind", kind=kind)
+    bases = [each for each in members if each not in kinds.values()]  # of a user's class
+    return _Place(expected=kinds.get(kind, bases[0] if bases else None), kinds=kinds, kind_key="kind", kind=kind)
 
 
 def _value_at(tree: Any, step: str) -> Any:

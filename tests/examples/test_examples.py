@@ -22,6 +22,7 @@ MAX_LINES = {
     "dice_tool.py": 15,
     "square_tasks.py": 15,
     "sums_harness.py": 25,
+    "plain_engine.py": 90,
     "train_script.py": 40,
 }
 

@@ -16,7 +16,7 @@ from strop.errors import ConfigError
 from strop.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted([*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "experiments").rglob("*.toml")])
+FILES = sorted(path for folder in ("recipes", "experiments", "examples") for path in (ROOT / folder).rglob("*.toml"))
 TAPLO = shutil.which("taplo", path=str(Path(sys.executable).parent)) or shutil.which("taplo")
 
 
@@ -58,6 +58,7 @@ WRONG = [
     "stages.rl = { kind = 'eval', method = 'grpo' }",
     "stages.rl = { steps = 5, steps_per_task = 4 }",
     "stages.rl = { kind = 'sft', trainer.optimizer.lrr = 1e-4 }",
+    "engine = { kind = 'my_engine' }",
 ]
 
 
@@ -72,6 +73,7 @@ def test_a_wrong_key_kind_or_type_is_refused(text, validators):
         "stages.rl = { kind = 'rl', method = { kind = 'my_module:MyMethod', anything = 1 } }",
         "stages.mine = { kind = 'my_module:MyStage', anything = [1] }",
         "stages.rl = { kind = 'rl', method = 'my_module:MyMethod' }",
+        "engine = { kind = 'my_module:MyEngine', anything = 1 }",
         "stages.rl = { kind = 'rl', sampling.temperature = 0.5, tasks.num_terms = 2 }",  # the rest is in a shared table
     ],
 )

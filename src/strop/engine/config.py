@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import timeit
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    SerializeAsAny,
+    WithJsonSchema,
+    computed_field,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from strop.config import Choice, Config
 from strop.errors import ConfigError
+from strop.registry import import_object, place_of
 
 if TYPE_CHECKING:
     import torch
+
+    from strop.engine.protocol import InferenceEngine
 
 _Device: TypeAlias = Annotated[int, Field(ge=0, le=1023)]
 _Address: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/\s]\S*$")]
@@ -128,6 +145,11 @@ class AnyEngine(Config):
         return self.replicas
 
     @property
+    def is_started(self) -> bool:
+        """Whether strop starts it in a process, which a cluster places on a node."""
+        return False
+
+    @property
     def is_apart(self) -> bool:
         """Whether it computes in another process than its caller."""
         return True
@@ -176,6 +198,10 @@ class EngineConfig(AnyEngine):
         description="Run the engine in a separate process, whose failure does not end the run. Several replicas always do."
         " Ray starts the processes.",
     )
+
+    @property
+    def is_started(self) -> bool:
+        return True
 
     @property
     def is_apart(self) -> bool:
@@ -247,6 +273,10 @@ class ServerConfig(AnyEngine):
         return self
 
     @property
+    def is_started(self) -> bool:
+        return self.python is not None
+
+    @property
     def num_engines(self) -> int:
         return len(self.addresses) or self.replicas
 
@@ -296,4 +326,50 @@ class SglangConfig(ServerConfig):
     kind: Literal["sglang"] = "sglang"
 
 
-EngineChoice: TypeAlias = Annotated[EngineConfig | VllmConfig | SglangConfig, Choice(default="torch")]
+class OwnEngine(AnyEngine, ABC):
+    """Base of an engine of your own: its keys, and how one is opened. A recipe names it as `kind = "my_module:MyEngine"`.
+
+    It takes part like the others: `replicas` of them are opened, rollouts are spread over them, and one that fails is replaced.
+    An engine that computes in another process overrides `is_apart`.
+    """
+
+    @abstractmethod
+    async def open(self, model: Path, *, detokenize: Callable[[Sequence[int]], str]) -> InferenceEngine:
+        """Open one engine, which samples from the weights in the directory `model` as version 0.
+
+        Args:
+            detokenize: ids -> text, for stop strings.
+        """
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def kind(self) -> str:
+        """The word by which a recipe names this class."""
+        return place_of(type(self))
+
+    @property
+    def is_apart(self) -> bool:
+        return False
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        own = {"type": "string", "pattern": ":", "description": "An engine of your own: my_module:MyEngine."}
+        return {"type": "object", "title": cls.__name__, "properties": {"kind": own}, "required": ["kind"]}
+
+
+def _own_engine(kind: str) -> type[OwnEngine]:
+    """Return the class that `kind` names. Raises `ValueError` if it cannot be opened."""
+    try:
+        found = import_object(kind, key="kind")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if not (isinstance(found, type) and issubclass(found, OwnEngine)):
+        raise ValueError(f"kind: {kind!r} is not a subclass of strop.Engine. Derive the class from it.")
+    if inspect.isabstract(found):
+        raise ValueError(f"kind: {kind!r} has no open. Define it.")
+    return found
+
+
+EngineChoice: TypeAlias = Annotated[
+    EngineConfig | VllmConfig | SglangConfig | SerializeAsAny[OwnEngine], Choice(default="torch", own=_own_engine)
+]

@@ -14,10 +14,11 @@ from typing import Any
 
 import httpx2
 
+from strop import user_code
 from strop.cluster.connection import take_engine_nodes
 from strop.cluster.placement import Node
 from strop.cluster.ray_setup import check_installed
-from strop.engine.config import EngineChoice, EngineConfig, SglangConfig, VllmConfig
+from strop.engine.config import EngineChoice, EngineConfig, OwnEngine, SglangConfig, VllmConfig
 from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.engine.protocol import InferenceEngine
 from strop.engine.publication import Publication
@@ -56,8 +57,10 @@ async def open_engines(
         EngineLost: a server did not start, or did not answer; names it and the end of its log.
     """
     num = config.num_engines
+    if isinstance(config, OwnEngine):
+        return await _all_or_none([_open_own(model_directory, config.only(k), detokenize) for k in range(num)])
     nodes: Sequence[tuple[Node | None, float, Sequence[int]]] | None = None  # of separate processes, with their GPUs
-    if isinstance(config, EngineConfig) or config.python is not None:
+    if config.is_started:
         nodes = await asyncio.to_thread(take_engine_nodes, num)
     if nodes is None and isinstance(config, EngineConfig):
         if not config.is_apart:
@@ -93,6 +96,15 @@ async def _open_here(path: Path, config: EngineConfig, detokenize: Detokenizer |
     from strop.engine.torch.engine import TorchEngine  # imports transformers, which takes seconds
 
     return await asyncio.to_thread(TorchEngine.from_directory, path, config, detokenize=detokenize)
+
+
+async def _open_own(path: Path, config: OwnEngine, detokenize: Detokenizer | None) -> InferenceEngine:
+    assert detokenize is not None
+    with user_code.blaming("when an engine was opened"):
+        engine = await config.open(path, detokenize=detokenize)
+    if not hasattr(engine, "load_weights"):
+        raise user_code.returned(config.open, engine, "Return an InferenceEngine", what=f"engine {config.kind}")
+    return engine
 
 
 async def _open_server_engine(

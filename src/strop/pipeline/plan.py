@@ -14,7 +14,7 @@ from strop import user_code
 from strop.cluster.connection import Connection, connected
 from strop.cluster.placement import Node, Placement, Roles, place
 from strop.config import import_code, nearest_file
-from strop.engine.config import AnyEngine, ServerConfig
+from strop.engine.config import AnyEngine, EngineConfig, ServerConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, NotThere, UserError
 from strop.pipeline.hardware import Hardware, cost_here, cost_on
@@ -178,8 +178,8 @@ def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
     if engine.devices:
         raise ConfigError(f"stages.{name}: a cluster gives engines their devices. Remove engine.devices.")
     is_divided = isinstance(trainer, TrainerConfig) and trainer.workers > 0
-    is_started = stage.opens_engines and not (isinstance(engine, ServerConfig) and engine.addresses)
-    on_gpu = has_gpus if isinstance(engine, ServerConfig) else is_on_gpu.get(engine.device, True)
+    is_started = stage.opens_engines and engine.is_started
+    on_gpu = is_on_gpu.get(engine.device, True) if isinstance(engine, EngineConfig) else has_gpus
     width = engine.tensor_parallel if isinstance(engine, ServerConfig) else 1
     gpus_of_rank = int(is_divided and is_on_gpu.get(trainer.device, True))
     return Roles(

@@ -194,9 +194,9 @@ def _check_played(key: str, config: PlayedKeys, recipe: Recipe, machine: Machine
 
 def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, or Ray for its processes, is not on this machine."""
-    if not isinstance(recipe.engine, EngineConfig):
+    if isinstance(recipe.engine, ServerConfig):
         yield from (NotThere(str(error)) for error in _caught(check_interpreter, recipe.engine))
-    elif not machine.is_elsewhere:
+    elif isinstance(recipe.engine, EngineConfig) and not machine.is_elsewhere:
         yield from _caught(check_processes, recipe.engine)
         yield from _caught(_check_engine_devices, recipe.engine)
 
