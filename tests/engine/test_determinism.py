@@ -1,4 +1,4 @@
-"""A request's ids and log-probs do not depend on what else the engine does, bit for bit (design law 8)."""
+"""A request's ids and log-probs do not depend on what else the engine does, bit for bit."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""The engine's log-probs against the model library's own full forward, without cache (design law 5)."""
+"""The engine's log-probs against the model library's own full forward, without cache."""
 
 import asyncio
 import copy

@@ -154,6 +154,12 @@ def test_weights_of_parts_and_deadlines_do_not_change_what_is_right(tmp_path):
     assert compare(first, files(tmp_path, {"a": [0]}, reward={"kind": "math", "weights": {"accuracy": 2.0}})).num_shared == 1
 
 
+def test_a_key_that_an_older_result_lacks_and_that_is_unset_is_no_difference(tmp_path):
+    first = files(tmp_path, {"a": [1]}, reward={"kind": "function", "function": "my:reward"})
+    newer = files(tmp_path, {"a": [0]}, reward={"kind": "function", "function": "my:reward", "right_above": None})
+    assert compare(first, newer).num_shared == 1
+
+
 def of_parts(*, needs_box=True, **service):
     told = {"url": "http://one:8000", "model": "m", "timeout_s": 60.0} | service
     accuracy = {"kind": "math", "needs_box": needs_box, "weight": 1.0, "verify_deadline_s": 2.0}

@@ -106,17 +106,17 @@ def test_a_prompt_without_tools_has_no_way_to_write_a_call():
 
 
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>["', "<tool_call></tool_call>"])
-def test_ten_times_the_text_takes_at_most_thirty_times_as_long(unit):
+def test_ten_times_the_text_takes_at_most_fifteen_times_as_long(unit):
     def seconds(size):
         text = (unit * (size // len(unit) + 1))[:size]
         times = []
-        for _ in range(7):
+        for _ in range(2):
             started_at = time.thread_time()
             parse_tool_calls(text, max_calls=4)
             times.append(time.thread_time() - started_at)
         return min(times)
 
-    assert seconds(300_000) <= 30 * seconds(30_000)  # quadratic: 100 times
+    assert any(seconds(1_000_000) <= 15 * seconds(100_000) for _ in range(8))  # quadratic: 100 times
 
 
 def test_a_tag_in_a_string_belongs_to_its_block_and_the_next_block_is_read_all_the_same():

@@ -561,7 +561,7 @@ def test_sft_learns_a_demonstration_by_heart(model_directory):
 
 
 def test_the_event_loop_runs_on_while_the_trainer_computes(model_directory, make_batch):
-    """Law 7: model compute is in a worker thread."""
+    """Model compute is in a worker thread."""
     trainer = make_trainer(model_directory)
 
     async def scenario():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -387,9 +389,9 @@ def main() -> None:
         except common.Stopped as stopped:
             _end_stopped(str(stopped), is_terminated=bool(terminated))
         except Exception as error:
-            if (mistake := blame(error)) is None:
+            if (mistake := _mistake(error)) is None:
                 raise
-            logging.debug("The user's code raised an exception.", exc_info=error)
+            logging.debug("The user's mistake.", exc_info=error)
             _print_error(str(mistake))
             sys.exit(2)
         except SystemExit as error:
@@ -398,10 +400,19 @@ def main() -> None:
             raise
 
 
+def _mistake(error: Exception) -> UserError | None:
+    """Return the message about a mistake of the user: a path that no file can have, or an exception of the user's code."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(f"{error.filename}: {error.strerror}. Give a shorter one.")
+    return blame(error)
+
+
 def _print_error(message: str) -> None:
+    """Print `message` without control characters, and with at most 200 characters of each long value."""
     from strop.reports.terminal import printable
 
-    print(f"error: {printable(message)}", file=sys.stderr)
+    cut = re.sub(r"\S{201,}", lambda found: f"{found[0][:197]}...", printable(message))
+    print(f"error: {cut}", file=sys.stderr)
 
 
 def _end_stopped(place: str, *, is_terminated: bool) -> NoReturn:

@@ -120,8 +120,7 @@ def _by_question(files: EvalFiles) -> Problems:
 
 def _check_judges(first: EvalFiles, second: EvalFiles, where: str) -> None:
     one, other = _judge(first.result), _judge(second.result)
-    if one != other:
-        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    if keys := [key for key in {**one, **other} if one.get(key) != other.get(key)]:
         differing = ", ".join(f"{key} = {one.get(key)!r} and {other.get(key)!r}" for key in keys[:3])
         raise RunError(f"{where} have different rewards: {differing}. Evaluate both with one reward.")
 

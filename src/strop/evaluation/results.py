@@ -268,7 +268,8 @@ def gather(directories: Sequence[Path]) -> Leaderboard:
 def _entry(path: Path) -> Entry:
     result = read_json(path)
     if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
-        raise RunError(f"{path}: cannot be ranked, since it has no 'accuracy': no reward says what is right")
+        why = "no reward says what is right. A function does with right_above"
+        raise RunError(f"{path}: cannot be ranked, since it has no 'accuracy': {why}")
     place = place_of(path)
     if because := why_stale(path):
         raise RunError(f"{path}: stale, so it is not ranked: {because}. Rerun it: `strop train` with --from {place.name}")

@@ -68,7 +68,7 @@ def verdict(log: RunLog) -> Verdict:
     before, after = pair
     first, last = before.figures.get("accuracy"), after.figures.get("accuracy")
     if first is None or last is None:
-        support = "No reward says what is right, so there is no accuracy."
+        support = "No reward says what is right, so there is no accuracy. A function does with right_above."
         return Verdict(text=f"Mean reward went from {_reward(before)} to {_reward(after)}.", support=support)
     shown = [figure(value, Unit.PERCENT) for value in (first, last)]
     moved = f"from {shown[0]} to {shown[1]}"

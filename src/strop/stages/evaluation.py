@@ -181,7 +181,8 @@ def _in_words(figures: Mapping[str, Any]) -> str:
     errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
     of = f"(avg@{figures['k']} of {figures['num_tasks']} tasks)"
     if "accuracy" not in figures:
-        return f"reward {figures['reward_mean']:.3f} {of}{errors}; no part of the reward says what is right{void}"
+        unsaid = "no part of the reward says what is right (a function does with right_above)"
+        return f"reward {figures['reward_mean']:.3f} {of}{errors}; {unsaid}{void}"
     unjudged, below = figures["num_tasks_without_verdict"], figures["num_tasks_below_k"]
     missing = f", {unjudged} of them without a verdict" if unjudged else ""
     missing += f", {below} with fewer attempts than that and in no pass@k" if below else ""

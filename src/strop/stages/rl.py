@@ -207,7 +207,7 @@ class RL(RolloutStage):
             if (tied_by := getattr(keys, "tied_by", WHOLE_REWARD)) not in (WHOLE_REWARD, *right):
                 yield (
                     f"method.tied_by is {tied_by!r}, which is no part of the reward that says what is right. Such parts:"
-                    f" {', '.join(right) or 'none'}. Or set tied_by = {WHOLE_REWARD!r}."
+                    f" {', '.join(right) or 'none; a function is one with right_above'}. Or set tied_by = {WHOLE_REWARD!r}."
                 )
             if method.makes_one_update and self.updates_in_step > 1:
                 yield (

@@ -49,6 +49,28 @@ def test_a_server_that_hangs_up_on_a_new_connection_is_lost():
         asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("body", ["<html>", "[" * 100_000, "9" * 5_000, '"\\ud800"', "\udcff"])
+def test_an_answer_that_is_no_json_is_a_lost_engine(body):
+    content = body.encode(errors="surrogateescape")
+
+    async def scenario():
+        async def serve(reader, writer):
+            await _read_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = ServerClient("the server", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            await client.post("/generate", {}, timeout_s=10.0)
+        finally:
+            await client.close()
+            server.close()
+
+    with pytest.raises(EngineLost, match="the server answered /generate with no JSON"):
+        asyncio.run(scenario())
+
+
 async def _read_request(reader):
     head = await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b""
     length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))

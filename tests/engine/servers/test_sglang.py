@@ -121,7 +121,7 @@ def _aborted(body):
         (_with_other_ids, "ids of its log-probs"),
         (_out_of_vocabulary, r"outside the vocabulary 0\.\.66: 67"),
         (_aborted, "abort.*out of memory"),
-        (lambda body: web.Response(text="<html>"), "not JSON"),
+        (lambda body: web.Response(text="<html>"), "no JSON"),
         (lambda body: web.Response(status=503, text="no scheduler"), "failed at /generate .503.: no scheduler"),
         (lambda body: [], "garbage: .* at the top of"),
     ],

@@ -1,4 +1,4 @@
-"""Weights reach every engine or it is given up (law 6)."""
+"""Weights reach every engine or it is given up."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import NUM_LIKELIEST, Capacity, CompletionRequest, Entropies, check_completion
 from strop.engine.servers.process import ServerProcess
 from strop.errors import EngineLost, StropError, UserError
+from strop.run_directory import parse_json
 from strop.types import Completion, FinishReason
 
 ASK_S = 60.0  # by default: for a call that needs no model step
@@ -125,9 +126,9 @@ def _parse(name: str, path: str, text: str | bytes) -> Any:
     if not text:
         return None
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EngineLost(f"{name} answered {path} with something that is not JSON: {text[:_SHOWN]!r}") from error
+        return parse_json(text)
+    except ValueError as error:
+        raise EngineLost(f"{name} answered {path} with no JSON ({error}): {text[:_SHOWN]!r}") from error
 
 
 Likeliest = Sequence[Sequence[float]]
