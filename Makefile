@@ -29,13 +29,14 @@ lint: setup
 pytest = $(BIN)/python -m pytest $(1) $(2) || { test $$? -eq 1 && $(BIN)/python -m pytest $(1) --last-failed --last-failed-no-failures=none; }
 BY_FILE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder # else the files with one long test come last, and alone
 
-# Linters and tests, side by side. Tests take one core or wait, so three processes share them, a file at a time.
+# Linters and tests, side by side. Tests take one core or wait, so three processes share them, a file at a time. Each would
+# rewrite the asserts of all files, which takes 9 s; what fails is tried once more, and shows its values then.
 test: setup
 	@$(MAKE) --no-print-directory -j2 lint tests-alone
 
 .PHONY: tests-alone
 tests-alone: setup
-	$(call pytest,,--numprocesses=3 --dist=loadfile)
+	$(call pytest,,--numprocesses=3 --dist=loadfile --assert=plain)
 
 test-slow: setup
 	$(call pytest,-m "slow and not vllm and not sandbox and not cluster" --timeout=400,$(BY_FILE))

@@ -205,10 +205,14 @@ def on_ranks(directory, jobs):
 
 
 def main(directory):
+    # What each rank would import and compute is there before they are forked, once for all.
+    import peft  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import strop.training.sharded  # noqa: F401 - before the ranks are forked, once for all
+    import strop.training.sharded  # noqa: F401
 
+    get_checkpoint_conversion_mapping("llama")
     context = multiprocessing.get_context("fork")  # here no thread has been started yet
     for name, options, scenario in torch.load(directory / "jobs", weights_only=False):
         ports = context.SimpleQueue()
