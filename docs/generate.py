@@ -42,7 +42,7 @@ def reachable(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[ty
     for each in model.__mro__:
         if issubclass(each, Config) and each is not Config and each not in seen:
             seen.add(each)
-            if own_fields(each) or each in kinds():
+            if own_fields(each) or each in kinds() or each is model:
                 yield each
             for field in each.model_fields.values():
                 for child in models_in(field.annotation):
