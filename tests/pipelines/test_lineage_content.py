@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,20 +68,26 @@ OWN = {
     "a reward": {"reward": {"kind": "function", "function": "own_part:judge"}},
     "a part of a reward": {"reward": {"kind": "sum", "parts": {"own": {"kind": "function", "function": "own_part:judge"}}}},
     "a tool": {"tools": {"own": {"kind": "function", "function": "own_part:count"}}},
+    "an engine": {"engine": {"kind": "own_part:Own"}},
 }
+ENGINE = """from strop import Engine
+class Own(Engine):
+    async def open(self, model, *, detokenize): ...
+"""
 
 
 @pytest.mark.parametrize("root", OWN.values(), ids=OWN)
 def test_a_module_of_the_users_own_counts_by_its_contents(root, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "own_part.py"
-    module.write_text("A = 1\n")
+    module.write_text(f"{ENGINE}A = 1\n")
     before = digests(tmp_path / "run", **root)
     assert digests(tmp_path / "run", **root) == before
-    module.write_text("A = 2\n")
+    module.write_text(f"{ENGINE}A = 2\n")
     assert digests(tmp_path / "run", **root) != before
-    module.write_text("# A comment.\n\nA = 1\n")
+    module.write_text(f"# A comment.\n\n{ENGINE}A = 1\n")
     assert digests(tmp_path / "run", **root) == before
+    sys.modules.pop("own_part", None)  # an engine's is imported with the recipe
 
 
 def test_a_docstring_counts_only_in_a_tool_where_it_is_part_of_the_prompt(tmp_path, monkeypatch):

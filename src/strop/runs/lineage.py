@@ -166,8 +166,9 @@ def check_inputs(run: RunDirectory, recipe: Recipe, name: str) -> None:
 def _files(recipe: Recipe, name: str, keys: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what the stage reads from outside the run, by key. A key that names no existing file is left out."""
     found: dict[str, dict[str, Any]] = {}
-    # The tools are not in one table with the stage's keys: an evaluation has a key `tools` of its own.
-    for place, key, text, table in (*_texts(keys.get("tools", {}), "tools."), *_texts(keys["stages"][name])):
+    # Tools and engine are not in one table with the stage's keys: an evaluation has a key `tools` of its own.
+    shared = [each for root in ("tools", "engine") for each in _texts(keys.get(root, {}), f"{root}.")]
+    for place, key, text, table in (*shared, *_texts(keys["stages"][name])):
         if key in _CODE_KEYS and (module := _module_file(text)) is not None:
             # The docstring of a function tool is its description in the prompt.
             found[place] = {"path": text, "digest": syntax_digest(module, with_docstrings=place.startswith("tools."))}
