@@ -1,4 +1,4 @@
-"""What the command `strop` prints, whatever is typed."""
+"""What the command `strop` prints: its version, lists, and messages about whatever was typed."""
 
 import subprocess
 import sys
