@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from .support import Tensors, load, make_model, make_request, named, publish
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAIN = f"{EXAMPLES / 'plain_engine.py'}:Plain"
 FAULTY = """
+import asyncio
 from strop import Engine
+from strop.engine.config import EngineConfig
+from strop.engine.torch.engine import TorchEngine
 
 class Raising(Engine):
     async def open(self, model, *, detokenize):
@@ -27,6 +31,18 @@ class Raising(Engine):
 class Returning(Engine):
     async def open(self, model, *, detokenize):
         return "an engine"
+
+class Silent:
+    def __init__(self, engine):
+        self.engine = engine
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+    async def complete(self, request):
+        return None
+
+class Mute(Engine):
+    async def open(self, model, *, detokenize):
+        return Silent(await asyncio.to_thread(TorchEngine.from_directory, model, EngineConfig(slots=8, max_length=128)))
 
 class Lacking(Engine):
     pass
@@ -138,11 +154,19 @@ def test_an_unknown_key_of_an_own_engine_is_named():
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("Raising", r"open \(.*faulty.py, line 6\) raised RuntimeError: no such device when an engine was opened"),
-        ("Returning", r"engine .*:Returning \(.*faulty.py, line 9\) returned 'an engine'. Return an InferenceEngine"),
+        ("Raising", r"open \(.*faulty.py, line 9\) raised RuntimeError: no such device when an engine was opened"),
+        ("Returning", r"engine .*:Returning \(.*faulty.py, line 12\) returned 'an engine'. Return an InferenceEngine"),
     ],
 )
 def test_a_mistake_in_open_is_one_message_with_its_place(tmp_path, model, kind, words):
     (tmp_path / "faulty.py").write_text(FAULTY)
     with pytest.raises(ConfigError, match=words):
         asyncio.run(open_engines(model, engine_of(f"{tmp_path / 'faulty.py'}:{kind}"), detokenize=str))
+
+
+def test_a_completion_of_another_type_ends_a_run_with_its_place(tmp_path, strop):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    kind = f"engine.kind={tmp_path / 'faulty.py'}:Mute"
+    code, said = strop("train", EXAMPLES / "plain_engine.toml", "--runs", tmp_path, "--set", kind)
+    assert code == 2
+    assert re.search(r"error: engine-0 \(.*faulty.py, line 20\) returned None. Return a Completion\.", said), said

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from strop import user_code
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import Column, Decision, Selection
 from strop.doctor.finding import Finding, Origin, Piece
@@ -431,6 +432,7 @@ async def _sample(
         id=f"doctor-{name}", ids=ids, max_tokens=num, stop_ids=stop_ids, temperature=parts.temperature, seed=seed
     )
     try:
-        return await parts.engine.complete(request)
+        completion = await parts.engine.complete(request)
+        return user_code.expect(completion, Completion, parts.engine.complete, what="the engine")
     finally:
         await parts.engine.release(request.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -165,7 +166,8 @@ def test_an_engine_that_breaks_in_a_way_that_nobody_foresaw_is_lost_and_named(er
         groups = await play_all(pool, watcher)
         [(_, name, reason)] = watcher.engine_events
         assert name == "engine-1"
-        assert reason == f"engine-1 failed: {type(error).__name__}: {error}"
+        words = re.escape(f"raised {type(error).__name__}: {error}.")
+        assert re.fullmatch(rf"engine-1 failed: complete \({re.escape(__file__)}, line \d+\) {words}", reason)
         assert_exact(pool, groups, watcher)
         return tokens_of(groups)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
 
+from strop import user_code
 from strop.engine.protocol import (
     Capabilities,
     CompletionRequest,
@@ -378,12 +379,13 @@ class PooledEngine:
                 raise EngineRemovedError(self.loss)
             if asked.cancelled():
                 raise EngineLost(f"{self.name} cancelled request {request.id}, which was not aborted.")
-            completion = asked.result()
+            completion = user_code.expect(asked.result(), Completion, self.engine.complete, what=self.name)
             check_completion(request, completion, vocab_size=None, policy_version=version, newest=newest())
         except StropError:
             raise
         except Exception as error:  # an engine that fails in any other way cannot be trusted either
-            raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
+            why = user_code.blame(error) or f"{type(error).__name__}: {error}"
+            raise EngineLost(f"{self.name} failed: {why}") from error
         finally:
             asked.cancel()
         return completion
