@@ -93,15 +93,15 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; the budget of the layout; and where that is exceeded by more than a tenth, why
-    ".": 2423,  # 1400: compressed rollouts, files that several processes write, services that ask for a pause
+    ".": 2434,  # 1400: compressed rollouts, files that several processes write, services that ask for a pause
     "algorithms": 1925,
     "analysis": 768,  # 900
     "cluster": 1580,  # 2500
-    "cli": 1177,  # 2000 with doctor and cs336, which check a cluster's nodes and compare a course's functions
+    "cli": 1178,  # 2000 with doctor and cs336, which check a cluster's nodes and compare a course's functions
     "cs336": 1144,
     "curation": 1318,  # 1600
     "doctor": 1497,
-    "engine": 6877,  # 5000: products in C, engines of users, weights that several nodes publish and read, drafts
+    "engine": 6871,  # 5000: products in C, engines of users, weights that several nodes publish and read, drafts
     "evaluation": 1519,  # 1400
     "pipeline": 1633,  # 1300: plans for hardware that is not there
     "recipe": 924,
@@ -123,8 +123,8 @@ def test_the_package_does_not_grow() -> None:
     # The goals are older than some 6 900 of the code lines: what released recipes, graders and hand-outs of the papers ask for
     # (4 400), the cluster and rollouts in flight (2 000), trees, drafts and processors (500).
     assert len(FILES) <= 278  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 42_347  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_688  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 42_345  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_694  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import traceback
 import zlib
-from abc import ABC
+from abc import ABC, ABCMeta
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -75,15 +75,8 @@ class Component(ABC):
             raise ConfigError(
                 f"{kind!r} is not one of {', '.join(cls.kinds)}.{hint} A class of your own is named as my_module:MyClass."
             )
-        found = import_object(kind, key=cls.kind_key)
-        if not (isinstance(found, type) and issubclass(found, cls)):
-            remedy = "Derive the class from it."
-            if callable(found) and not isinstance(found, type) and "function" in cls.kinds:
-                remedy = f'A function is named as {{ {cls.kind_key} = "function", function = "{kind}" }}.'
-            raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.own_base or cls.__name__}. {remedy}")
-        if inspect.isabstract(found):
-            raise ConfigError(f"{kind!r} has no {', no '.join(sorted(found.__abstractmethods__))}. Define it.")
-        return found
+        called = cls.own_base or cls.__name__
+        return import_class(kind, cls, key=cls.kind_key, called=called, takes_functions="function" in cls.kinds)
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -221,6 +214,24 @@ def import_object(path: str, *, key: str) -> Any:
         place = getattr(found, "__file__", None) or f"module {module}"
         public = [each for each in vars(found) if not each.startswith("_")]
         raise ConfigError(f"{key}: {path!r}: {place} has no attribute {name!r}.{did_you_mean(name, public)}") from error
+
+
+def import_class(path: str, base: ABCMeta, *, key: str, called: str, takes_functions: bool = False) -> type[Any]:
+    """As `import_object`. Raises `ConfigError` also if `path` names no subclass of `base`, or an abstract one.
+
+    Args:
+        called: the public name of `base`.
+        takes_functions: whether `key` may be "function".
+    """
+    found = import_object(path, key=key)
+    if not (isinstance(found, ABCMeta) and issubclass(found, base)):
+        remedy = "Derive the class from it."
+        if callable(found) and not isinstance(found, type) and takes_functions:
+            remedy = f'A function is named as {{ {key} = "function", function = "{path}" }}.'
+        raise ConfigError(f"{path!r} is not a subclass of strop.{called}. {remedy}")
+    if inspect.isabstract(found):
+        raise ConfigError(f"{path!r} has no {', no '.join(sorted(found.__abstractmethods__))}. Define it.")
+    return found
 
 
 def look_next_to(recipe: Path) -> None:

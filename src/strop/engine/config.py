@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import timeit
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ from pydantic_core import CoreSchema
 
 from strop.config import Choice, Config
 from strop.errors import ConfigError
-from strop.registry import import_object, place_of
+from strop.registry import import_class, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -358,16 +357,11 @@ class OwnEngine(AnyEngine, ABC):
 
 
 def _own_engine(kind: str) -> type[OwnEngine]:
-    """Return the class that `kind` names. Raises `ValueError` if it cannot be opened."""
+    """Return the class that `kind` names. Raises `ValueError` if there is none, or it cannot be opened."""
     try:
-        found = import_object(kind, key="kind")
+        return import_class(kind, OwnEngine, key="kind", called="Engine")
     except ConfigError as error:
-        raise ValueError(str(error)) from error
-    if not (isinstance(found, type) and issubclass(found, OwnEngine)):
-        raise ValueError(f"kind: {kind!r} is not a subclass of strop.Engine. Derive the class from it.")
-    if inspect.isabstract(found):
-        raise ValueError(f"kind: {kind!r} has no open. Define it.")
-    return found
+        raise ValueError(f"kind: {str(error).removeprefix('kind: ')}") from error
 
 
 EngineChoice: TypeAlias = Annotated[
