@@ -401,17 +401,18 @@ def main() -> None:
 
 
 def _mistake(error: Exception) -> UserError | None:
-    """Return the message about a mistake of the user: a path that no file can have, or an exception of the user's code."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    """Return the message about a mistake of the user: an exception of the user's code, or a path that no file can have."""
+    if (mistake := blame(error)) is None and isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UserError(f"{error.filename}: {error.strerror}. Give a shorter one.")
-    return blame(error)
+    return mistake
 
 
 def _print_error(message: str) -> None:
     """Print `message` without control characters, and with at most 200 characters of each long value."""
     from strop.reports.terminal import printable
+    from strop.run_directory import shortened
 
-    cut = re.sub(r"\S{201,}", lambda found: f"{found[0][:197]}...", printable(message))
+    cut = re.sub(r"\S+", lambda found: shortened(found[0]), printable(message))
     print(f"error: {cut}", file=sys.stderr)
 
 

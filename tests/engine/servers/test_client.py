@@ -31,10 +31,13 @@ def test_a_server_that_hangs_up_what_it_takes_for_idle_loses_no_call(at_once):
     assert asyncio.run(scenario()) == [{"done": True}] * 4
 
 
-def test_a_server_that_hangs_up_on_a_new_connection_is_lost():
+def ask_a_server_that_answers(content):
+    """Post one request to a server that answers with these bytes and hangs up."""
+
     async def scenario():
         async def serve(reader, writer):
             await _read_request(reader)
+            writer.write(content)
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -45,30 +48,19 @@ def test_a_server_that_hangs_up_on_a_new_connection_is_lost():
             await client.close()
             server.close()
 
+    asyncio.run(scenario())
+
+
+def test_a_server_that_hangs_up_on_a_new_connection_is_lost():
     with pytest.raises(EngineLost, match="the server: /generate: Server disconnected"):
-        asyncio.run(scenario())
+        ask_a_server_that_answers(b"")
 
 
 @pytest.mark.parametrize("body", ["<html>", "[" * 100_000, "9" * 5_000, '"\\ud800"', "\udcff"])
 def test_an_answer_that_is_no_json_is_a_lost_engine(body):
     content = body.encode(errors="surrogateescape")
-
-    async def scenario():
-        async def serve(reader, writer):
-            await _read_request(reader)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        client = ServerClient("the server", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        try:
-            await client.post("/generate", {}, timeout_s=10.0)
-        finally:
-            await client.close()
-            server.close()
-
     with pytest.raises(EngineLost, match="the server answered /generate with no JSON"):
-        asyncio.run(scenario())
+        ask_a_server_that_answers(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
 
 
 async def _read_request(reader):
